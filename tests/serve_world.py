@@ -4,20 +4,21 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import torch
+from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from byte_tokenizers import byte_level
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import GenerationResult
+from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.models.chat_template import read_template
 from draftheads.models.model import TargetModel
 from draftheads.serve.app import HttpServer, http_server
@@ -36,13 +37,16 @@ SNAPSHOTS = Path(__file__).parent / "serve" / "snapshots"
 USER = {"role": "user", "content": "the cat sat on"}
 
 
-def tiny_engines(template: str | None = "hermes", *, positions: int = 2048) -> dict[str, Engine]:
+def tiny_engines(
+    template: str | None = "hermes", *, positions: int = 2048, tokens: Collection[str] = ()
+) -> dict[str, Engine]:
     """A random model that can write all bytes, with a head and plain; it never ends its text by itself.
 
-    ``template`` may be one's name, or the template.
+    ``template`` may be one's name, or the template; ``tokens`` are special ones.
     """
     template = template if template and "{" in template else read_template(template)
     tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens], special_tokens=True)
     torch.manual_seed(5)
     sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": positions, "eos_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(requires_grad=False)
@@ -142,6 +146,71 @@ def running(
     open_with(service, engines, **scheduler_limits)
     with listening(service) as (url, server):
         yield Running(url, service, server, engines)
+
+
+def only_read(engines: Mapping[str, Engine]) -> Running:
+    """No server: it reads requests and answers none."""
+    service, none = Service(), cast("HttpServer", None)
+    scheduler = Scheduler(engines, Limits(kv_bytes=1 << 26))
+    service.open([ServedModel(name, NAME, None) for name in engines], scheduler)
+    return Running("", service, none, engines)
+
+
+def events_of(server: Running, request: Request, text: str, step: int) -> list[tuple[int, StreamEvent]]:
+    """As if the model wrote this text, and its end."""
+    ids = [*server.engines[NAME].model.tokenizer(text)["input_ids"], 0]
+    runs = [ids[at : at + step] for at in range(0, len(ids), step)]
+    return [
+        (0, request.append(run, num_drafted=len(run) - 1, logprobs=[-1.0] * len(run)))
+        for run in runs
+        if request.finish_reason is None
+    ]
+
+
+def bytes_of(choice: dict[str, Any]) -> bytes:
+    """Of the tokens with log-probabilities."""
+    return b"".join(bytes(each["bytes"]) for each in (choice["logprobs"] or {"content": []})["content"])
+
+
+async def _chunks(call: Any, events: list[tuple[int, StreamEvent]]) -> list[dict[str, Any]]:
+    async def given() -> AsyncGenerator[tuple[int, StreamEvent]]:
+        for event in events:
+            yield event
+
+    return [chunk async for chunk in call.chunks(given())]
+
+
+def answered(server: Running, text: str, *, step: int, **fields: Any) -> dict[str, Any]:
+    """The parts of an answer; those of the stream have to be the same."""
+    options = {"stream": True, "stream_options": {"include_draft": True}, "logprobs": True}
+    streamed: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": [], "tokens": b""}
+    call = server.chat_call(**fields, **options)
+    for chunk in asyncio.run(_chunks(call, events_of(server, call.requests[0], text, step))):
+        [choice] = chunk["choices"]
+        for name in streamed.keys() & choice["delta"].keys():
+            streamed[name] += choice["delta"][name]
+            if "pieces" in choice:
+                assert "".join(piece for piece, _ in choice["pieces"]) == choice["delta"][name]
+        streamed["tokens"] += bytes_of(choice)
+        for each in choice["delta"].get("tool_calls", ()):
+            assert each["index"] == len(streamed["calls"])
+            streamed["calls"].append((each["function"]["name"], each["function"]["arguments"]))
+    num_thought = call.usage().get("completion_tokens_details")
+    whole = call.response()["choices"][0]
+    assert call.usage().get("completion_tokens_details") == num_thought
+    streamed |= {"reason": choice["finish_reason"], "num_thought": (num_thought or {}).get("reasoning_tokens", 0)}
+    message = whole["message"]
+    calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls", ())]
+    assert (message["content"] or "", message.get("reasoning_content", "")) == (
+        streamed["content"],
+        streamed["reasoning_content"],
+    )
+    assert (calls, bytes_of(whole), whole["finish_reason"]) == (
+        streamed["calls"],
+        streamed["tokens"],
+        streamed["reason"],
+    )
+    return streamed
 
 
 def raw_request(route: str, fields: Mapping[str, Any]) -> bytes:

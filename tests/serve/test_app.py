@@ -84,7 +84,6 @@ PLACES: list[tuple[str | None, dict[str, Any]]] = [
     ("tools[0].function.name", {"tools": [function("a b")]}),
     ("tool_choice", {"tools": [function("a")], "tool_choice": function("b")}),
     ("tool_choice", {"tools": [function("a")], "tool_choice": "some"}),
-    ("response_format", {"tools": [function("a")], **form({})}),
 ]
 PLACES += [(name, {name: value}) for name, values in VALUES.items() for value in values]
 

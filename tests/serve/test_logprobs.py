@@ -31,6 +31,7 @@ def test_a_tokenizer_that_only_decodes_is_enough():
 
 
 def test_impossible_tokens_are_numbers_in_json():
-    form = completion_logprobs(TokenNames(IntegerTokenizer()), [3, 4], [None, -1.0], [None, ((5, -float("inf")),)])
+    tokens = [(3, None, None), (4, -1.0, ((5, -float("inf")),))]
+    form = completion_logprobs(TokenNames(IntegerTokenizer()), tokens, [0, 3], has_tops=True)
     assert form["top_logprobs"] == [None, {"<5>": -9999.0, "<4>": -1.0}]
     assert form["text_offset"] == [0, 3]

@@ -230,7 +230,6 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("text.verbosity", {"text": {"verbosity": "low"}}),
     ("text.format.schema", form(schema=None)),
     ("text.format.schema", form(type="text")),
-    ("text.format", {**tool(), **form()}),
     ("tools", {**tool(description="\ud800"), "tool_choice": "none"}),
     ("tools[0].function", {"tools": AS_CHAT}),
     ("tool_choice", tool() | {"tool_choice": {"type": "function", "name": "b"}}),

@@ -17,9 +17,9 @@ from draftheads.cli.show import ProgressDisplay, error_console, quiet_transforme
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane
-from draftheads.decode.text import TaggedText
+from draftheads.decode.text import begins_thought, read_answer
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
-from draftheads.models.chat_template import effort_variables, thinking_tags
+from draftheads.models.chat_template import effort_variables
 from draftheads.settings import SamplingSettings
 from draftheads.utils.messages import Message
 
@@ -112,24 +112,17 @@ class Chat:
         """Answers the last of these messages; they become the chat's once there is an answer."""
         engine = self._core.engines[self._way]
         request = engine.request(messages, self._settings, variables=self._variables)
-        tokenizer, tags = engine.model.tokenizer, thinking_tags(engine.model) or ("", "")
-        prompt_end = tokenizer.decode(request.prompt_ids[-16:]).rstrip()
-        if has_begun := bool(tags[0]) and prompt_end.endswith(tags[0]):  # by the prompt
-            self.note(tags[0])
+        if tag := begins_thought(engine.model, request.prompt_ids):
+            self.note(tag)
         start = time.perf_counter()
         try:
             self._core.add(request, Lane(self._way))
-            show_stream(engine.events(self._core), request, tokenizer, self._console)
+            show_stream(engine.events(self._core), request, engine.model.tokenizer, self._console)
         except KeyboardInterrupt:
             self._core.clear()
             if not request.text:
                 raise
             self._console.print()
-        answer = {"role": "assistant", "content": request.text}
-        if tags[0]:
-            parts = TaggedText({"thought": tags}, "thought" if has_begun else "text").push(request.text, is_end=True)
-            text, thought = ("".join(part for kind, part in parts if kind == of) for of in ("text", "thought"))
-            answer["content"] = text.lstrip() if thought else text
-            answer |= {"reasoning_content": thought.strip()} if thought.strip() else {}
-        self.messages = [*messages, answer]
+        parts = read_answer(engine.model, request.prompt_ids, request.text)
+        self.messages = [*messages, {"role": "assistant", "content": "", **parts.texts()}]
         self.note(speed_words(request, time.perf_counter() - start))

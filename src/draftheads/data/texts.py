@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from draftheads.data.files import at_line, read_lines
 from draftheads.data.lines import LeftOut, none_left, usable
 from draftheads.data.records import Record, read_chats
+from draftheads.decode.answer_forms import form_of
 from draftheads.errors import DataError, UnlearnableChat, first_line
 from draftheads.models.chat_template import (
     BUILT_IN,
@@ -23,7 +24,6 @@ from draftheads.models.chat_template import (
     ids_around,
     render,
     template_of,
-    thinking_tags,
 )
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.token_pieces import token_pieces
@@ -135,7 +135,7 @@ class _Template:
         if template_of(reader) is None:
             names = ", ".join(BUILT_IN)
             raise DataError(f"the model has no chat template: give one by --chat-template, a file or {names}")
-        self.opening, self.closing = thinking_tags(reader) or ("<think>", "</think>")
+        self.opening, self.closing = form_of(reader).thinking or ("<think>", "</think>")
         self.ends = [text for i in sorted(reader.eos_ids) if (text := reader.tokenizer.decode([i]))]
 
     def turn(self, messages: Sequence[Message], *, finished: bool, is_generated: bool) -> _Turn:
@@ -197,10 +197,8 @@ class _Template:
         return thought.strip().removeprefix(self.opening).strip(), said.strip()
 
     def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        names = ("reasoning_content", "reasoning", "thinking")  # of a thought, in different templates
-        chat = [{**one, **(dict.fromkeys(names, one[names[0]]) if names[0] in one else {})} for one in messages]
         try:
-            text = render(self.reader, chat, add_generation_prompt=add_generation_prompt, tools=self.tools)
+            text = render(self.reader, messages, add_generation_prompt=add_generation_prompt, tools=self.tools)
         except Exception as error:  # a template is a program of the model's author: it may raise anything
             raise UnlearnableChat(f"the chat template refuses the chat: {first_line(error)}") from error
         if problem := half_character(text):

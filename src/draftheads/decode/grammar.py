@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from draftheads.decode.answer_forms.form import ONE_LINE
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
 from draftheads.models.chat_template import TokenBytes, continuing_ids
 from draftheads.settings import Grammar
@@ -37,7 +38,6 @@ _LIMITS = {
     "max_lexer_states": 50_000,  # about 100 MB
     "verbose_errors": False,
 }
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FORCED_TEXTS = 4096  # whose tokens are kept
 _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 

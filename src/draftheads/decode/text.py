@@ -1,9 +1,12 @@
 """Token ids to text, a piece at a time, without ever showing half a character."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from draftheads.models.chat_template import is_tag, special_texts
+from draftheads.decode.answer_forms import AnswerForm, form_of, shown_tokens
+from draftheads.decode.answer_forms.form import Schemas, ToolCall
+from draftheads.models.chat_template import ChatReader, special_texts
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
 _MOST_WAITING = 8  # tokens whose text is not certain; a character has at most four bytes
@@ -18,7 +21,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         special = special_texts(tokenizer) if skip_special_tokens else {}
-        self.hidden = {token: text for token, text in special.items() if not is_tag(text)}  # tokens that are left out
+        shown = shown_tokens(special.values())
+        self.hidden = {token: text for token, text in special.items() if text not in shown}  # tokens that are left out
         self._hides = len(self.hidden) < len(special)  # tokenizers would leave the tags out, too
         skips = skip_special_tokens and not self._hides
         self._options = {"skip_special_tokens": skips, "clean_up_tokenization_spaces": False}
@@ -169,32 +173,187 @@ def overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
-class TaggedText:
-    """Separates a text that comes in pieces at its tags. Parts have the kind of their tags; others are "text".
+Span = tuple[int, str]  # a part of an answer: where it begins, and its text
 
-    >>> parts = TaggedText({"thought": ("<think>", "</think>")})
-    >>> parts.push("<think>So be it.</th"), parts.push("ink>Yes")
-    ([('tag', '<think>'), ('thought', 'So be it.')], [('tag', '</think>'), ('text', 'Yes')])
+
+class TaggedText:
+    """Separates a text that comes in pieces at its tags. Parts have the kind of their tags, others are "text".
+
+    Args:
+        openings: tags that may come in text, with the kind of the part that they open; "text" if they open none.
+        closings: of each kind, the tags that end it.
+        first: of the openings, those that are ones only at the beginning of the text.
+        kind: of the beginning.
+
+    >>> parts = TaggedText({"<think>": "thought"}, {"thought": ("</think>",)})
+    >>> parts.push("<think>Hm.</th"), parts.push("ink>Yes")
+    ([('thought', '<think>', True), ('thought', 'Hm.', False)], [('thought', '</think>', True), ('text', 'Yes', False)])
     """
 
-    def __init__(self, tags: Mapping[str, tuple[str, str]], kind: str = "text") -> None:
-        self._tags, self._kind = tags, kind
-        self._held = ""
+    def __init__(
+        self,
+        openings: Mapping[str, str],
+        closings: Mapping[str, Sequence[str]],
+        *,
+        first: Collection[str] = (),
+        kind: str = "text",
+    ) -> None:
+        self._openings, self._closings, self._first, self._kind = openings, closings, first, kind
+        self._held, self._has_begun = "", False
 
-    def push(self, text: str, *, is_end: bool = False) -> list[tuple[str, str]]:
-        """The parts that are certain now. What may become a tag is held back, but at the end."""
+    def push(self, text: str, *, is_end: bool = False) -> list[tuple[str, str, bool]]:
+        """The certain parts, and whether they are tags. What may become a tag is held back, but at the end."""
         self._held += text
-        parts: list[tuple[str, str]] = []
-        while True:
-            if self._kind == "text":
-                following = {opening: kind for kind, (opening, _) in self._tags.items()}
+        parts: list[tuple[str, str, bool]] = []
+        tag = self._held
+        while tag:
+            tags = self._openings if self._kind == "text" else dict.fromkeys(self._closings[self._kind], "text")
+            found = [(at, -len(each), each) for each in tags if (at := self._find(each)) >= 0]
+            held = 0 if is_end else max((overlap(self._held, each) for each in tags), default=0)
+            end, _, tag = min(found, default=(len(self._held) - held, 0, ""))
+            rest = self._held[end:]
+            if tag and not is_end and any(each.startswith(rest) and each != rest for each in tags):
+                tag = ""  # it may become a longer one
+            kind, following = self._kind, tags.get(tag, self._kind)
+            parts += [(kind, self._held[:end], False), (kind if kind != "text" else following, tag, True)]
+            self._has_begun |= kind == "text" and (following == "call" or bool(self._held[:end].strip()))
+            self._kind, self._held = following, rest[len(tag) :]
+        return [part for part in parts if part[1]]
+
+    def _find(self, tag: str) -> int:
+        at = self._held.find(tag)
+        return -1 if tag in self._first and (self._has_begun or self._held[:at].strip()) else at
+
+
+class TrimmedText:
+    """Text without the spaces beside the tags that were cut out of it."""
+
+    def __init__(self) -> None:
+        self._space: Span = (0, "")  # at the end of the text so far
+        self._space_behind: Span | None = None  # what follows a cut, which was the last thing; None: there was none
+        self._has_begun = False
+
+    def cut(self) -> None:
+        self._space_behind = (0, "")
+
+    def push(self, start: int, text: str, *, is_end: bool = False) -> list[Span]:
+        """Adds text that begins there and returns what is certain."""
+        if self._space_behind is not None:
+            trimmed = text.lstrip()
+            blank = text[: len(text) - len(trimmed)]
+            self._space_behind = (self._space_behind[0] or start, self._space_behind[1] + blank)
+            if not trimmed:
+                return []
+            self._space = (self._space if self._space[1] else self._space_behind) if self._has_begun else (0, "")
+            start, text, self._space_behind = start + len(blank), trimmed, None
+        certain = text if is_end else text.rstrip()
+        if not certain and not is_end:
+            self._space = (self._space[0] if self._space[1] else start, self._space[1] + text)
+            return []
+        spans = [span for span in (self._space, (start, certain)) if span[1]]
+        self._space = (start + len(certain), text[len(certain) :])
+        self._has_begun |= bool(spans)
+        return spans
+
+
+@dataclass
+class AnswerParts:
+    """What a piece of an answer adds to it."""
+
+    content: list[Span] = field(default_factory=list)
+    thought: list[Span] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def texts(self) -> dict[str, str]:
+        """By their names in messages."""
+        spans = {"reasoning_content": self.thought, "content": self.content}
+        return {name: "".join(text for _, text in each) for name, each in spans.items() if each}
+
+
+class AnswerText:
+    """Finds the calls in a text that comes in pieces, and the thoughts, from which no call is read.
+
+    Args:
+        form: how the model writes them.
+        schemas: of the functions that may be called; None: calls are text.
+        in_thought: the text begins in a thought.
+        is_forced: the text is one call, whose opening is before it.
+    """
+
+    def __init__(
+        self, form: AnswerForm, schemas: Schemas | None = None, *, in_thought: bool = False, is_forced: bool = False
+    ) -> None:
+        calls = form.calls if schemas is not None else None
+        self._form, self._schemas, self._is_forced = calls, schemas or {}, is_forced
+        first = calls.first(self._schemas) if calls else ()
+        openings = dict.fromkeys(form.calls.marks if form.calls else (), "text")
+        closings: dict[str, Sequence[str]] = {"call": calls.closings if calls else ()}
+        if form.thinking:
+            openings[form.thinking[0]], closings["thought"] = "thought", (form.thinking[1],)
+        openings |= dict.fromkeys((*calls.tags, *first) if calls else (), "call")
+        self._parts = TaggedText(openings, closings, first=first, kind="thought" if in_thought else "text")
+        self._content, self._thoughts = TrimmedText(), TrimmedText()
+        self._thoughts.cut()
+        if in_thought:
+            self._content.cut()
+        self._call: Span | None = None  # one that has begun
+        self.at = 0  # how much of the text is separated
+        self.thoughts: list[range] = []  # where they are, with their tags
+        if is_forced and calls:
+            self.at = -len(calls.opening)
+            self.push(calls.opening)
+
+    def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerParts:
+        """Adds text; returns what is certain. ``is_cut``: the answer ends because it is too long."""
+        parts = AnswerParts()
+        for kind, part, is_tag in self._parts.push(text, is_end=is_end):
+            start, self.at = self.at, self.at + len(part)
+            if kind == "call":
+                is_closing = is_tag and self._call is not None
+                self._call = (self._call[0], self._call[1] + part) if self._call else (start, part)
+                if is_closing:
+                    self._end_call(parts)
+            elif kind == "thought":
+                self.thoughts.append(range(start, self.at))
+                if is_tag:
+                    self._content.cut()
+                    self._thoughts.cut()
+                else:
+                    parts.thought += self._thoughts.push(start, part)
+            elif is_tag:
+                self._content.cut()
             else:
-                following = {self._tags[self._kind][1]: "text"}
-            found = [(at, tag) for tag in following if (at := self._held.find(tag)) >= 0]
-            held = 0 if is_end else max((overlap(self._held, tag) for tag in following), default=0)
-            end, tag = min(found, default=(len(self._held) - held, ""))
-            parts += [(self._kind, self._held[:end]), ("tag", tag)]
-            self._held = self._held[end + len(tag) :]
-            if not tag:
-                return [part for part in parts if part[1]]
-            self._kind = following[tag]
+                parts.content += self._content.push(start, part)
+        if is_end:
+            if self._call is not None:  # the end of the answer can take the place of the closing tag
+                self._end_call(parts, is_cut=is_cut)
+            parts.content += self._content.push(self.at, "", is_end=True)
+        return parts
+
+    def _end_call(self, parts: AnswerParts, *, is_cut: bool = False) -> None:
+        """Adds the calls; a text without is content."""
+        assert self._form is not None
+        (start, text), self._call = self._call or (0, ""), None
+        calls = self._form.calls(text, self._schemas)
+        if calls is None and is_cut and self._is_forced:
+            calls = self._form.calls(text, self._schemas, is_cut=True) or []
+        if calls is None:
+            hidden = max(0, -start)  # the opening of a forced call
+            parts.content += self._content.push(start + hidden, text[hidden:])
+        else:
+            parts.calls += calls
+            self._content.cut()
+
+
+def begins_thought(reader: ChatReader, prompt_ids: Sequence[int]) -> str:
+    """The tag of a thought at the end of a prompt, which begins it; empty if there is none."""
+    tag = (form_of(reader).thinking or ("",))[0]
+    return tag if tag and reader.tokenizer.decode(prompt_ids[-16:]).rstrip().endswith(tag) else ""
+
+
+def read_answer(
+    reader: ChatReader, prompt_ids: Sequence[int], text: str, schemas: Schemas | None = None
+) -> AnswerParts:
+    """The parts of a whole answer; without schemas calls are text."""
+    parts = AnswerText(form_of(reader), schemas, in_thought=bool(begins_thought(reader, prompt_ids)))
+    return parts.push(text, is_end=True)

@@ -147,6 +147,7 @@ class Dialogue:
         self.num_generations = 0  # answers and self-talk questions, also those that are not kept
         self.num_tokens = 0  # of all generations
         self.num_steps = 0  # passes of the target after the prompts were read
+        self.is_called = False  # whether the last answer calls a function
         self.is_finished = True  # whether the last answer ended by itself
         self.stop_reason: StopReason | None = None
         self.refusal = ""  # why the server refused it
@@ -154,8 +155,8 @@ class Dialogue:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to generate; nobody answers a call."""
-        is_called = bool(self.messages) and "tool_calls" in self.messages[-1]
-        return self.stop_reason is not None or not self.is_finished or self.num_answers == self.num_turns or is_called
+        is_last = self.num_answers == self.num_turns or self.is_called
+        return self.stop_reason is not None or not self.is_finished or is_last
 
     @property
     def awaits_answer(self) -> bool:
@@ -176,11 +177,11 @@ class Dialogue:
     def ask(self, question: str) -> None:
         self.messages.append({"role": "user", "content": question})
 
-    def answer(self, content: str, *, is_finished: bool, **further: Any) -> None:
+    def answer(self, content: str, *, is_finished: bool, is_called: bool = False, **further: Any) -> None:
         """Adds an answer; ``further`` are ``reasoning_content`` and ``tool_calls``."""
         self.messages.append({"role": "assistant", "content": content, **further})
         self.num_answers += 1
-        self.is_finished = is_finished
+        self.is_finished, self.is_called = is_finished, is_called or "tool_calls" in further
 
     def count(self, num_tokens: int, *, num_steps: int = 0) -> None:
         self.num_generations += 1

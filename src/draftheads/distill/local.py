@@ -4,9 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from draftheads.data.forms import tool_call
+from draftheads.decode.answer_forms import form_of
+from draftheads.decode.answer_forms.form import schemas_of
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt, prompt_ids
 from draftheads.decode.request import Request
+from draftheads.decode.text import read_answer
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import NO_CHATS, DistillOptions
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
@@ -68,7 +72,7 @@ class EngineSource:
         for event in self.engine.events(core):
             on_progress(len(event.token_ids))
             if event.finish_reason is not None:
-                _add_result(dialogues[event.index], running.pop(event.index), self.engine.model.tokenizer)
+                _add_result(dialogues[event.index], running.pop(event.index), self.engine.model)
                 go_on(event.index, first=True)
 
     def _request(self, dialogue: Dialogue) -> tuple[Prompt, SamplingSettings]:
@@ -97,16 +101,25 @@ class EngineSource:
         return list(tokenizer(dialogue.messages[0]["content"])["input_ids"])
 
 
-def _add_result(dialogue: Dialogue, request: Request, tokenizer: Any) -> None:
-    """Adds the generated question or answer to the dialogue."""
+def _add_result(dialogue: Dialogue, request: Request, model: ChatReader) -> None:
+    """Adds the generated question or answer to the dialogue.
+
+    An answer stays as the model wrote it. Only one in channels, which templates refuse, is separated into its parts.
+    """
     result = request.result()
     dialogue.count(len(result.token_ids), num_steps=result.num_steps)
     is_finished = result.finish_reason == "stop"
     if dialogue.awaits_answer:
         text, ids = result.text, result.token_ids[: -1 if is_finished else None]
-        if not special_ids(tokenizer).isdisjoint(ids):  # which the text lacks
-            text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        dialogue.answer(text, is_finished=is_finished)
+        if not special_ids(model.tokenizer).isdisjoint(ids):  # which the text lacks
+            text = model.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        schemas, form = schemas_of(dialogue.prompt.tools), form_of(model).calls
+        parts = read_answer(model, request.prompt_ids, text, schemas or None)
+        words: dict[str, Any] = {"content": text}
+        calls = [tool_call({"name": call.name, "arguments": call.arguments}) for call in parts.calls]
+        if form is not None and form.thinking is not None:
+            words = {"content": "", **parts.texts(), **({"tool_calls": calls} if calls else {})}
+        dialogue.answer(**words, is_finished=is_finished, is_called=bool(calls))
     elif is_finished and result.text.strip():
         dialogue.ask(result.text.strip())
     else:

@@ -28,13 +28,6 @@ from draftheads.utils.messages import Message, split_variables, with_variables
 _FOLDER = Path(__file__).parents[1] / "assets" / "chat_templates"
 BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, hermes, llama-2, vicuna
 _ANCHORS = ("\n", ":")  # texts before a continuation; a tokenizer may merge one of them with what follows
-CALL_TAGS = ("<tool_call>", "</tool_call>")  # Hermes' form
-# </think>, [/THINK], <|END_THINKING|>, <|end_of_thought|>, <|inner_suffix|>
-_END_OF_THOUGHT = re.compile(
-    r"(?P<left><\|?|\[|◁)/(?P<name>[\w:]*(?:think|thought|reason)[\w:]*)(?P<right>\|?>|\]|▷)"
-    r"|<\|end(?P<what>_\w*(?:think|thought)\w*)\|>|<\|inner_suffix\|>",
-    re.IGNORECASE,
-)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "▁"  # in place of a space in the tokens of SentencePiece
 _LETTERS = 16  # for each token that a model takes: a text that is longer is refused if its beginning has too many
@@ -131,7 +124,7 @@ def render(
         variables: further variables of the template, such as ``enable_thinking``; no names of :func:`reserved_names`.
     """
     given = {} if reader.chat_template is None else {"chat_template": template_of(reader)}
-    chat = [dict(message) for message in messages]
+    chat = [_with_thought(message) for message in messages]
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
     if (date := _DATE.get()) is not None and reads_variable(reader, "strftime_now"):
         source = reader.tokenizer.get_chat_template(given.get("chat_template"), tools)
@@ -144,6 +137,15 @@ def render(
     return str(reader.tokenizer.apply_chat_template(chat, **options, **(variables or {})))
 
 
+def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its thought in all names that templates have for it."""
+    if "reasoning_content" not in message:
+        return dict(message)
+    # gpt-oss's template refuses a "thinking" beside content and calls
+    names = ("reasoning",) if message.get("tool_calls") and message["content"] else ("reasoning", "thinking")
+    return {**message, **dict.fromkeys(names, message["reasoning_content"])}
+
+
 def reserved_names(reader: ChatReader) -> set[str]:
     """Variables of a chat template that arguments of :func:`render` set, and options of the tokenizer."""
     return {"messages", *signature(reader.tokenizer.apply_chat_template).parameters}
@@ -151,7 +153,7 @@ def reserved_names(reader: ChatReader) -> set[str]:
 
 def reads_variable(reader: ChatReader, name: str) -> bool:
     """Does the source of the chat template mention this variable?"""
-    return re.search(rf"\b{name}\b", _source(reader)) is not None
+    return re.search(rf"\b{name}\b", template_source(reader)) is not None
 
 
 def unread_variables(reader: ChatReader) -> list[str]:
@@ -159,22 +161,10 @@ def unread_variables(reader: ChatReader) -> list[str]:
     return [name for name in split_variables(reader.chat_template)[0] if not reads_variable(reader, name)]
 
 
-def _source(reader: ChatReader) -> str:
+def template_source(reader: ChatReader) -> str:
+    """The source of the chat template in use."""
     found = template_of(reader)
     return str(split_variables(found)[1] if isinstance(found, str) else found)
-
-
-def thinking_tags(reader: ChatReader) -> tuple[str, str] | None:
-    """The tags around a thought in the chat template, else in the tokenizer; None for models that do not think."""
-    source = f"{_source(reader)} {_added_tokens(reader.tokenizer)[1]}"
-    for match in _END_OF_THOUGHT.finditer(source):
-        if match["name"]:
-            return match["left"] + match["name"] + match["right"], match[0]
-        starts = (f"start{match['what']}", f"begin{match['what']}") if match["what"] else ("inner_prefix",)
-        for tag in (f"<|{start}|>" for start in starts):
-            if found := re.search(re.escape(tag), source, re.IGNORECASE):
-                return found[0], match[0]
-    return None
 
 
 def effort_variables(reader: ChatReader, effort: str) -> dict[str, Any] | None:
@@ -229,22 +219,22 @@ def unused_token(reader: ChatReader, size: int, others: Collection[int]) -> int:
     return max(masks or free or set(range(size)) - used)
 
 
-def is_tag(text: str) -> bool:
-    """Whether a token is a tag around a call or a thought, without which neither can be told from the answer."""
-    return text in CALL_TAGS or re.search(r"think|thought|reason|\|inner_", text, re.IGNORECASE) is not None
+_ADDED: WeakKeyDictionary[Any, tuple[Mapping[int, str], Mapping[str, int], int]] = WeakKeyDictionary()
 
 
-_ADDED: WeakKeyDictionary[Any, tuple[Mapping[int, str], str, int]] = WeakKeyDictionary()
+def added_tokens(tokenizer: Any) -> Mapping[str, int]:
+    """The ids of all added tokens."""
+    return _added_tokens(tokenizer)[1]
 
 
-def _added_tokens(tokenizer: Any) -> tuple[Mapping[int, str], str, int]:
-    """Those that are not text, what all look like, and the size of the tokenizer, which may grow."""
+def _added_tokens(tokenizer: Any) -> tuple[Mapping[int, str], Mapping[str, int], int]:
+    """Those that are not text, the ids of all, and the size of the tokenizer, which may grow."""
     if not hasattr(tokenizer, "added_tokens_decoder"):
-        return {}, "", 0
+        return {}, {}, 0
     if tokenizer not in _ADDED or _ADDED[tokenizer][2] != len(tokenizer):
         added = tokenizer.added_tokens_decoder
         special = {token_id: token.content for token_id, token in added.items() if token.special}
-        _ADDED[tokenizer] = special, " ".join(token.content for token in added.values()), len(tokenizer)
+        _ADDED[tokenizer] = special, {token.content: token_id for token_id, token in added.items()}, len(tokenizer)
     return _ADDED[tokenizer]
 
 

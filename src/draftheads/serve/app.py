@@ -26,8 +26,9 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from draftheads.decode.answer_forms import form_of
 from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
-from draftheads.models.chat_template import template_of, thinking_tags
+from draftheads.models.chat_template import template_of
 from draftheads.serve.answers import Answers, EventStream, unless_gone
 from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import ChatFields, read_chat
@@ -209,7 +210,7 @@ async def _scores(service: Service, call: CompletionCall, num_top: int) -> list[
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     engine = service.engine(model.name)
     details = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
-    details |= {"chat": template_of(engine.model) is not None, "thinks": thinking_tags(engine.model) is not None}
+    details |= {"chat": template_of(engine.model) is not None, "thinks": form_of(engine.model).thinking is not None}
     details |= {"adapter": model.adapter} if model.adapter else {}
     usual = {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads"}
     return {**usual, "draftheads": details}

@@ -5,10 +5,11 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, ClassVar
 
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
@@ -122,100 +123,109 @@ def _sums(lists: Sequence[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
-def tokens_with_logprobs(
-    request: Request, part: Request | StreamEvent
-) -> tuple[Sequence[int], Sequence[float], Sequence[TopLogprobs]] | None:
-    """The tokens that are text (all but one that ended the answer), their log-probabilities and the top ones.
+TokenLogprob = tuple[int, float | None, TopLogprobs | None]  # a token, its log-probability, the most likely ones
 
-    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for; no top ones
-    if zero of them are.
+
+def tokens_with_logprobs(request: Request, part: Request | StreamEvent) -> list[TokenLogprob] | None:
+    """The tokens that are text (all but one that ended the answer), with the top log-probabilities that are asked for.
+
+    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for.
     """
     if request.settings.logprobs is None:
         return None
     ids = part.token_ids
     has_stop_id = part.finish_reason == "stop" and bool(ids) and request.is_stop_id(ids[-1])
-    count = len(ids) - has_stop_id
-    tops = part.top_logprobs if request.settings.logprobs else None
-    return ids[:count], (part.logprobs or ())[:count], (tops or ())[:count]
+    tops = (part.top_logprobs if request.settings.logprobs else None) or repeat(())
+    return list(zip(ids[: len(ids) - has_stop_id], part.logprobs or (), tops, strict=False))
 
 
-class DraftPieces:
-    """Which parts of an answer's text were drafted, event by event.
+class TokenTexts:
+    """Which tokens the parts of an answer's text are made of, event by event.
 
-    Text of a token can come with a later event: a half character, or what may become a stop string.
+    Text of a token can come with a later event: a half character, or what may become a stop string or a tag.
     """
 
     def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
-        self._waiting: list[tuple[str, bool]] = []
+        self._stream, self._end = stream, 0
+        self._tokens = list[_Token]()
+        self._reaches = list[int]()  # of the tokens
+        self._num_counted = 0
 
-    def add(self, event: StreamEvent) -> None:
-        for place, token in enumerate(event.token_ids):
-            self._waiting.append((self._stream.push([token]), place < event.num_drafted))
+    def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob] = (), *, num_drafted: int = 0) -> list[int]:
+        """Returns where the tokens begin."""
+        first = len(self._tokens)
+        for place, token in enumerate(token_ids):
+            start, self._end = self._end, self._end + len(self._stream.push([token]))
+            entry = entries[place] if place < len(entries) else None
+            self._tokens.append(_Token(start, self._end, place < num_drafted, entry))
+            self._reaches.append(max(self._end, start + 1))
+        return [token.start for token in self._tokens[first:]]
 
-    def take(self, text: str) -> list[list[Any]]:
-        """The pieces ``[text, is_drafted]`` of the next text. What was left out before it, such as tags, is skipped."""
-        skipped = max(0, "".join(piece for piece, _ in self._waiting).find(text))
-        pieces: list[list[Any]] = []
-        while text and self._waiting:
-            piece, drafted = self._waiting.pop(0)
-            piece, skipped = piece[skipped:], max(0, skipped - len(piece))
-            part = piece[: len(text)]
-            if len(piece) > len(text):
-                self._waiting.insert(0, (piece[len(text) :], drafted))
-            if part:
-                pieces.append([text[: len(part)], drafted])
-            text = text[len(part) :]
-        if text:  # half a character at the end of an answer
-            pieces.append([text, False])
-        return pieces
+    def num_in(self, ranges: Sequence[range], until: int | None) -> int:
+        """How many of the tokens that end up to there, and were not counted before, end in these ranges."""
+        count = len(self._tokens) if until is None else bisect_right(self._reaches, until)
+        ends, self._num_counted = self._reaches[self._num_counted : count], max(count, self._num_counted)
+        return sum(any(end - 1 in each for each in ranges) for end in ends)
+
+    def take(self, start: int, text: str) -> tuple[list[list[Any]], list[TokenLogprob]]:
+        """Pieces ``[text, is_drafted]`` of the text that begins there, and log-probabilities that were not taken."""
+        pieces, entries = list[list[Any]](), list[TokenLogprob]()
+        for place in range(bisect_right(self._reaches, start), len(self._tokens)):
+            token = self._tokens[place]
+            if token.start >= start + len(text):
+                break
+            piece = text[max(0, token.start - start) : max(0, token.end - start)]
+            pieces += [[piece, token.is_drafted]] if piece else []
+            entries += [token.entry] if token.entry else []
+            token.entry = None
+        rest = text[sum(len(piece) for piece, _ in pieces) :]  # half a character at the end of an answer
+        return pieces + ([[rest, False]] if rest else []), entries
+
+
+@dataclass
+class _Token:
+    """A token in the text of an answer. One without text belongs to the character behind it."""
+
+    start: int
+    end: int
+    is_drafted: bool
+    entry: TokenLogprob | None
 
 
 _LOWEST = -9999.0  # JSON has no infinity
 
 
-def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-) -> dict[str, Any]:
-    """Of the tokens of a chat's answer; ``tops`` are empty if none were asked for."""
+def chat_logprobs(names: TokenNames, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Of the tokens of a chat's answer."""
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = names.of(token_id)
-        return {"token": names.text_of(token_id), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
+        return {"token": names.text_of(token_id), "logprob": _number(logprob), "bytes": list(raw)}
 
     content = [
-        {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in (tops[i] if tops else ())]}
-        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
+        {**entry(token, own), "top_logprobs": [entry(*top) for top in tops or ()]} for token, own, tops in tokens
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    names: TokenNames,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    tops: Sequence[TopLogprobs | None],
-    *,
-    offset: int = 0,
+    names: TokenNames, tokens: Sequence[TokenLogprob], offsets: Sequence[int], *, has_tops: bool
 ) -> dict[str, Any]:
-    """Of the tokens of a completion, before which are ``offset`` characters of text.
-
-    The first token of a text has no log-probability. ``tops`` are empty if none were asked for.
-    """
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(offset)
-        offset += len(names.text_of(token_id))
-    # a token's own log-probability is in the object, too, as in OpenAI's API
+    """Of the tokens of a completion, whose texts begin at the offsets. The first of a text has no log-probability."""
+    # a token's own log-probability is among the top ones, too, as in OpenAI's API
     best = [
         None
-        if logprob is None
-        else {names.unique_text_of(top): max(value, _LOWEST) for top, value in (*(tops[i] or ()), (token_id, logprob))}
-        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True) if tops else ())
+        if own is None
+        else {names.unique_text_of(top): _number(each) for top, each in (*(tops or ()), (token, own))}
+        for token, own, tops in tokens
     ]
     return {
-        "tokens": [names.unique_text_of(token_id) for token_id in token_ids],
-        "token_logprobs": [None if logprob is None else max(logprob, _LOWEST) for logprob in logprobs],
-        "top_logprobs": best if tops else None,
-        "text_offset": offsets,
+        "tokens": [names.unique_text_of(token) for token, _, _ in tokens],
+        "token_logprobs": [_number(own) for _, own, _ in tokens],
+        "top_logprobs": best if has_tops else None,
+        "text_offset": list(offsets[: len(tokens)]),
     }
+
+
+def _number(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _LOWEST)

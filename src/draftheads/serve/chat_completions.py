@@ -2,25 +2,27 @@
 
 import json
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
+from draftheads.decode.answer_forms import AnswerForm, form_of
+from draftheads.decode.answer_forms.form import ToolCall
 from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.text import AnswerParts, AnswerText
 from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
 from draftheads.models.chat_template import (
     effort_variables,
     render,
     reserved_names,
     template_of,
-    thinking_tags,
     token_ids_of,
 )
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
-from draftheads.serve.call import Call, DraftPieces, chat_logprobs, tokens_with_logprobs
+from draftheads.serve.call import Call, TokenLogprob, TokenTexts, chat_logprobs, tokens_with_logprobs
 from draftheads.serve.fields import (
     ApiError,
     Fields,
@@ -35,15 +37,12 @@ from draftheads.serve.fields import (
 from draftheads.serve.request_params import ChoiceFields, CommonFields, RequestParams, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import (
-    OPEN,
     TOOL_CHOICE,
     Tool,
-    ToolCall,
-    ToolCallText,
     ToolUse,
     as_sent,
-    call_of,
-    check_template,
+    call_form,
+    call_json,
     use_of,
 )
 from draftheads.settings import MOST_LOGPROBS, Effort
@@ -164,11 +163,11 @@ def tool_call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Thinking:
-    """How a model thinks before its answer."""
+class Reading:
+    """How an answer is read."""
 
-    tags: tuple[str, str]  # around the thought
-    has_begun: bool  # whether the prompt ends in the thought
+    form: AnswerForm
+    in_thought: bool = False  # whether the prompt ends in a thought
 
 
 class ChatBody(CommonFields):
@@ -201,36 +200,37 @@ class ChatBody(CommonFields):
 
     def read_prompt(
         self, params: RequestParams, messages: list[dict[str, Any]], tools: ToolUse | None
-    ) -> tuple[list[int], Thinking | None]:
-        """Token ids of the chat up to where its answer begins, and the thoughts that the answer may have."""
+    ) -> tuple[list[int], Reading | None]:
+        """Token ids of the chat up to where its answer begins, and how the answer is read; None: it is text."""
         model, param = params.engine.model, self.names["messages"]
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong("continue_final_message", "begins no new message: send add_generation_prompt: false with it")
-        if tools is not None and tools.forced and not self.add_generation_prompt:
-            raise wrong("add_generation_prompt", "is false; a forced call begins a new message: use tool_choice auto")
         variables = self._variables(model)
         if template_of(model) is None:
             name = shown_name(model.model_id)
             fix = "use /v1/completions, or start the server with --chat-template"
             raise ApiError(400, f"{name} has no chat template: {fix}", param=param)
-        if tools is not None:
-            check_template(model)
+        calls, form = None if tools is None else call_form(model), form_of(model)
         try:
             text = self._rendered(model, messages, tools, variables)
-            thinking = None
-            has_form = params.settings.grammar is not None  # which decides on the whole answer: it is no thought
-            if tags := thinking_tags(model):
+            in_thought = False
+            if tags := form.thinking:
                 # only the words of the model itself can begin a thought
                 begun = str(messages[-1]["content"]) if self.continue_final_message else text.rstrip()[-len(tags[0]) :]
-                thinking = Thinking(tags, begun.rfind(tags[0]) > begun.rfind(tags[1]))
-                if thinking.has_begun and has_form:
-                    text += f"\n{tags[1]}\n\n"
-            if tools is not None and tools.forced:
-                text += f"{OPEN}\n"  # the answer is the call itself
+                in_thought = begun.rfind(tags[0]) > begun.rfind(tags[1])
+            has_form = params.settings.grammar is not None  # which decides on the whole answer: it is no thought
+            if has_form and form.thinking and in_thought:
+                text += f"\n{form.thinking[1]}\n\n"
+            if calls is not None and tools is not None and tools.forced:
+                text += calls.opening  # the answer is the call itself
+            elif has_form and calls is None and form.calls is not None and self.add_generation_prompt:
+                text += form.calls.text_opening
             ids = params.engine.encode(token_ids_of(model, text, add_special_tokens=False))
         except DraftHeadsError as error:
             raise api_error_of(error, param=param) from None
-        return ids, None if has_form else thinking
+        if has_form:
+            return ids, None if tools is None else Reading(replace(form, thinking=None))
+        return ids, Reading(form, in_thought) if form.thinking or tools is not None else None
 
     def _variables(self, model: TargetModel) -> dict[str, Any]:
         """Those of the chat template, with what the effort means for it."""
@@ -276,14 +276,28 @@ class ChatCall(Call):
     chunk_name = "chat.completion.chunk"
 
     tools: ToolUse | None
-    thinking: Thinking | None  # None: answers have no thoughts apart from their text
+    reading: Reading | None  # None: answers are text, without thoughts and calls
+    streams: list["AnswerStream"] = field(init=False, default_factory=list)  # of the answers that are sent
+
+    def open(self) -> list["AnswerStream"]:
+        """Begins to send the answers."""
+        self.streams[:] = [AnswerStream(self, request) for request in self.requests]
+        return self.streams
+
+    def usage(self) -> dict[str, Any]:
+        """Also the tokens of thoughts, of models that think."""
+        if self.reading is None or not self.reading.form.thinking:
+            return super().usage()
+        count = sum(stream.num_thought for stream in self.streams)
+        return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": count}}
 
     def response(self) -> dict[str, Any]:
-        return self.whole([self._choice(index, request) for index, request in enumerate(self.requests)])
+        parts = [stream.add(request) for stream, request in zip(self.open(), self.requests, strict=True)]
+        return self.whole([self._choice(index, part) for index, part in enumerate(parts)])
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Roles, texts and calls, and the ends."""
-        streams = [AnswerStream(self, request) for request in self.requests]
+        streams = self.open()
         for index in range(len(streams)):
             yield self.chunk([_delta(index, {"role": "assistant", "content": ""})])
         num_sent = 0
@@ -294,23 +308,23 @@ class ChatCall(Call):
         if self.params.fields.stream_options.include_usage:
             yield self.chunk([])
 
-    def _choice(self, index: int, request: Request) -> dict[str, Any]:
-        part = AnswerStream(self, request).add(request)
+    def _choice(self, index: int, part: "AnswerPart") -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, **part.texts}
         if part.calls:
-            calls = [call.as_json() for call in part.calls.values()]
+            calls = [call_json(call) for call in part.calls.values()]
             message |= {"content": message["content"] or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": part.logprobs, "finish_reason": part.reason}
 
     def _choices(self, index: int, part: "AnswerPart") -> list[dict[str, Any]]:
         """Those of the chunks that a part becomes: texts, calls, the end."""
-        more = {"logprobs": part.logprobs} if part.logprobs else {}
-        choices = []
-        for name, text in part.texts.items() or ([("content", "")] if more or part.pieces is not None else []):
-            pieces = {} if part.pieces is None else {"pieces": part.pieces.get(name, [])}
-            choices.append(_delta(index, {name: text}, **more, **pieces))
-            more = {}
-        choices += [_delta(index, {"tool_calls": [call.as_json(number)]}) for number, call in part.calls.items()]
+        choices, texts = [], dict(part.texts)
+        if part.logprobs or (not texts and part.pieces is not None):
+            texts.setdefault("content", "")
+        for name, text in texts.items():
+            more = {} if part.pieces is None else {"pieces": part.pieces.get(name, [])}
+            more |= {"logprobs": part.logprobs} if name == "content" else {}
+            choices.append(_delta(index, {name: text}, **more))
+        choices += [_delta(index, {"tool_calls": [call_json(call, number)]}) for number, call in part.calls.items()]
         if part.reason is not None:
             choices.append(_delta(index, {}, finish_reason=part.reason))
         return choices
@@ -336,46 +350,58 @@ class AnswerStream:
 
     def __init__(self, call: ChatCall, request: Request) -> None:
         self._call, self._request = call, request
-        tools, thinking = call.tools, call.thinking
-        self._parts = None
-        if thinking or (tools is not None and not tools.forced):
-            tags, in_thought = (thinking.tags, thinking.has_begun) if thinking else (None, False)
-            self._parts = ToolCallText(tags, in_thought=in_thought, has_tools=tools is not None)
-        self._forced = ""  # the text of a forced call, which is the whole answer
-        self._num_calls = 0
-        has_pieces = call.params.fields.stream_options.include_draft
-        self._pieces = DraftPieces(request.new_stream()) if has_pieces else None
+        tools, reading = call.tools, call.reading
+        self._parts, self._is_forced = None, tools is not None and bool(tools.forced)
+        if reading is not None:
+            schemas, in_thought = None if tools is None else tools.schemas, reading.in_thought
+            self._parts = AnswerText(reading.form, schemas, in_thought=in_thought, is_forced=self._is_forced)
+        self._at, self._num_calls = 0, 0  # characters of a text without parts; calls
+        self.num_thought = 0  # tokens of thoughts
+        self._has_pieces = call.params.fields.stream_options.include_draft
+        is_needed = self._has_pieces or (reading and (reading.form.thinking or request.settings.logprobs is not None))
+        self._tokens = TokenTexts(request.new_stream()) if is_needed else None
 
     def add(self, event: StreamEvent | Request) -> AnswerPart:
         """What an event adds, or a whole finished request."""
-        content, calls = self._separated(event.text, is_end=event.finish_reason is not None)
-        texts = {"reasoning_content": self._parts.thought if self._parts else "", "content": content}
-        texts = {name: text for name, text in texts.items() if text}
-        tokens = tokens_with_logprobs(self._request, event)
-        logprobs = None if tokens is None else chat_logprobs(self._call.names, *tokens)
-        pieces = None
-        if self._pieces is not None and isinstance(event, StreamEvent):
-            self._pieces.add(event)
-            pieces = {name: self._pieces.take(text) for name, text in texts.items()}
-        reason = "tool_calls" if event.finish_reason is not None and self._num_calls else event.finish_reason
-        return AnswerPart(texts, calls, logprobs, pieces, reason)
-
-    def _separated(self, text: str, *, is_end: bool) -> tuple[str, dict[int, ToolCall]]:
-        """The new text outside of calls and thoughts, and the calls that end in it."""
-        tools = self._call.tools
-        if self._parts is not None:
-            content, calls = self._parts.push(text, is_end=is_end)
-        elif tools is None:
-            return text, {}
+        is_end, is_cut = event.finish_reason is not None, event.finish_reason == "length"
+        if self._parts is None:
+            parts = AnswerParts(content=[(self._at, event.text)] if event.text else [])
+            self._at += len(event.text)
         else:
-            self._forced += text
-            call = call_of(self._forced) if is_end else None
-            content, calls = ("" if call or not is_end else self._forced), [call] if call else []
-        if tools is not None and not tools.parallel:
-            calls = calls[: max(0, 1 - self._num_calls)]
-        numbered = dict(enumerate(calls, self._num_calls))
+            parts = self._parts.push(event.text, is_end=is_end, is_cut=is_cut)
+        entries, pieces = self._of_tokens(event, parts, is_end=is_end)
+        is_whole = isinstance(event, Request)
+        has_logprobs = entries is not None and (entries or is_whole or self._parts is None)
+        logprobs = chat_logprobs(self._call.names, entries or ()) if has_logprobs else None
+        most = len(parts.calls) if self._call.tools is None or self._call.tools.parallel else 1 - self._num_calls
+        calls = dict(enumerate(parts.calls[: max(0, most)], self._num_calls))
         self._num_calls += len(calls)
-        return content, numbered
+        # a forced call that is whole is all of the answer
+        is_whole_call = not is_cut or (self._is_forced and not any(call.is_cut for call in parts.calls))
+        reason = "tool_calls" if is_end and self._num_calls and is_whole_call else event.finish_reason
+        return AnswerPart(parts.texts(), calls, logprobs, None if is_whole else pieces, reason)
+
+    def _of_tokens(
+        self, event: StreamEvent | Request, parts: AnswerParts, *, is_end: bool
+    ) -> tuple[list[TokenLogprob] | None, dict[str, list[list[Any]]] | None]:
+        """The log-probabilities of the content, if they were asked for, and which text was drafted, if that was."""
+        entries = tokens_with_logprobs(self._request, event)
+        if self._tokens is None:
+            return entries, None
+        self._tokens.add(event.token_ids, entries or (), num_drafted=getattr(event, "num_drafted", 0))
+        if self._parts is not None:
+            self.num_thought += self._tokens.num_in(self._parts.thoughts, None if is_end else self._parts.at)
+        pieces: dict[str, list[list[Any]]] = {"reasoning_content": [], "content": []}
+        of_content = list[TokenLogprob]()
+        spans = [("reasoning_content", *span) for span in parts.thought] + [
+            ("content", *span) for span in parts.content
+        ]
+        for name, start, text in sorted(spans, key=lambda span: span[1]):
+            found, own = self._tokens.take(start, text)
+            pieces[name] += found
+            of_content += own if name == "content" else []
+        entries = of_content if entries is not None and self._parts is not None else entries
+        return entries, pieces if self._has_pieces else None
 
 
 class ChatFields(ChoiceFields, ChatBody):
@@ -394,11 +420,14 @@ class ChatFields(ChoiceFields, ChatBody):
 def read_chat(fields: ChatBody, service: Service) -> ChatCall:
     """Reads a request of a chat. Runs on the thread that reads requests."""
     tools, names = fields.tool_use(), fields.names
-    if tools is not None and fields.grammar is not None:
-        raise wrong(names["form"], "and tools exclude each other: leave one of them out")
-    params = read_params(fields, service, fields.grammar if tools is None else tools.grammar())
+    grammar = fields.grammar
+    if tools is not None and tools.forced and not fields.add_generation_prompt:
+        raise wrong("add_generation_prompt", "is false; a forced call begins a new message: use tool_choice auto")
+    if tools is not None and fields.model and (tools.forced or grammar is not None):
+        grammar = tools.grammar(service.engine(fields.model).model, grammar, names["form"])
+    params = read_params(fields, service, grammar)
     messages = fields.template_messages()
-    ids, thinking = fields.read_prompt(params, messages, tools)
+    ids, reading = fields.read_prompt(params, messages, tools)
     requests = params.requests(ids, param=names["messages"])
     params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens=fields.length)
-    return ChatCall(params, len(ids), requests, messages, tools, thinking)
+    return ChatCall(params, len(ids), requests, messages, tools, reading)

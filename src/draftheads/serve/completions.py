@@ -11,10 +11,11 @@ from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent, TopLogprobs
+from draftheads.decode.text import TextStream
 from draftheads.errors import DraftHeadsError
 from draftheads.models.chat_template import token_ids_of
 from draftheads.runners import runner_for
-from draftheads.serve.call import Call, DraftPieces, completion_logprobs, tokens_with_logprobs
+from draftheads.serve.call import Call, TokenLogprob, TokenTexts, completion_logprobs, tokens_with_logprobs
 from draftheads.serve.fields import NoEffect, api_error_of, wrong
 from draftheads.serve.request_params import ChoiceFields, CommonFields, Unlimited, read_params
 from draftheads.serve.scheduler import Scheduler
@@ -30,7 +31,7 @@ class PromptScores:
     """Of one prompt; the first token follows nothing, so it has none."""
 
     logprobs: list[float | None]
-    tops: list[TopLogprobs | None]  # empty if none are asked for
+    tops: list[TopLogprobs | None]
 
 
 async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptScores:
@@ -57,7 +58,7 @@ async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], 
             await asyncio.wrap_future(scheduler.call(partial(read, start, min(start + chunk, num_read))))
     finally:
         scheduler.call(partial(core.hold, -num_read, engine))
-    return PromptScores(logprobs, tops if num_top else [])
+    return PromptScores(logprobs, tops)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str  # for echo
+    offsets: list[int]  # in it, of the tokens
 
 
 @dataclass(frozen=True)
@@ -91,21 +93,20 @@ class CompletionCall(Call):
         """Texts; the prompts first, if they are echoed."""
         options = self.params.fields.stream_options
         offsets = [0] * len(self.requests)
-        pieces = [DraftPieces(request.new_stream()) for request in self.requests]
+        texts = [TokenTexts(request.new_stream()) for request in self.requests]
         for index in range(len(self.requests)) if self.echo else ():
             text = self._prompt(index).text
-            offsets[index] = len(text)
             yield self.chunk([_choice_of(index, text)])
         num_sent = 0
         async for index, event in events:
             num_sent += len(event.token_ids)
+            starts = texts[index].add(event.token_ids, num_drafted=event.num_drafted)
             tokens = tokens_with_logprobs(self.requests[index], event)
-            logprobs = tokens and completion_logprobs(self.names, *tokens, offset=offsets[index])
-            offsets[index] += len(event.text)
+            logprobs = None if tokens is None else self._logprobs(tokens, starts)
             choice = _choice_of(index, event.text, logprobs, event.finish_reason)
             if options.include_draft:
-                pieces[index].add(event)
-                choice["pieces"] = pieces[index].take(event.text)
+                choice["pieces"], _ = texts[index].take(offsets[index], event.text)
+            offsets[index] += len(event.text)
             if event.text or logprobs or event.finish_reason or options.include_draft:
                 yield self.chunk([choice], num_sent)
         if options.include_usage:
@@ -117,16 +118,20 @@ class CompletionCall(Call):
     def _choice(self, index: int) -> dict[str, Any]:
         prompt = self._prompt(index)
         request = self.requests[index] if self.requests else None
-        scored: list[Any] = [[], [], []]  # tokens, their log-probabilities and the top ones
+        tokens, offsets = list[TokenLogprob](), list[int]()
         if self.scores:
             score = self.scores[index // self.params.fields.n]
-            scored = [prompt.token_ids, score.logprobs, score.tops]
-        if request is not None and (tokens := tokens_with_logprobs(request, request)):
-            scored = [[*of_prompt, *of_answer] for of_prompt, of_answer in zip(scored, tokens, strict=True)]
-        text = (prompt.text if self.echo else "") + (request.text if request else "")
-        has_logprobs = self.params.settings.logprobs is not None
-        form = completion_logprobs(self.names, *scored) if has_logprobs else None
+            tokens, offsets = list(zip(prompt.token_ids, score.logprobs, score.tops, strict=True)), prompt.offsets
+        text = prompt.text if self.echo else ""
+        if request is not None and (of_answer := tokens_with_logprobs(request, request)):
+            starts = TokenTexts(request.new_stream()).add(request.token_ids)
+            tokens, offsets = tokens + of_answer, [*offsets, *(len(text) + start for start in starts)]
+        text += request.text if request else ""
+        form = None if self.params.settings.logprobs is None else self._logprobs(tokens, offsets)
         return _choice_of(index, text, form, "length" if request is None else request.finish_reason)
+
+    def _logprobs(self, tokens: list[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+        return completion_logprobs(self.names, tokens, offsets, has_tops=bool(self.params.settings.logprobs))
 
 
 def _choice_of(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
@@ -204,5 +209,10 @@ def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:
         ids = engine.encode(token_ids_of(engine.model, prompt) if isinstance(prompt, str) else prompt)  # checks them
     except DraftHeadsError as error:
         raise api_error_of(error, param="prompt") from None
-    text = prompt if isinstance(prompt, str) else engine.model.tokenizer.decode(ids, skip_special_tokens=False)
-    return Prompt(ids, text)
+    text, stream = (
+        engine.model.tokenizer.decode(ids, skip_special_tokens=False),
+        TextStream(engine.model.tokenizer, skip_special_tokens=False),
+    )
+    before = len(text) - len(prompt) if isinstance(prompt, str) else 0  # a BOS has no text
+    offsets = [max(0, start - before) for start in TokenTexts(stream).add(ids)]
+    return Prompt(ids, prompt if isinstance(prompt, str) else text, offsets)

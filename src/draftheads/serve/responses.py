@@ -1,6 +1,7 @@
 """``/v1/responses``: requests as chats, and their answers as output items or as events. Nothing is stored."""
 
 import json
+import logging
 import time
 import uuid
 from abc import abstractmethod
@@ -12,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError
 
+from draftheads.decode.answer_forms.form import ToolCall
 from draftheads.decode.request import StreamEvent
 from draftheads.serve.chat_completions import (
     AnswerPart,
-    AnswerStream,
     Arguments,
     ChatBody,
     ChatCall,
@@ -37,10 +38,11 @@ from draftheads.serve.fields import (
 )
 from draftheads.serve.request_params import NamedSchema, RequestParams, StreamOptions, Unlimited, grammar_of
 from draftheads.serve.state import Service
-from draftheads.serve.tools import FunctionType, ToolCall, ToolName, ToolUse, as_sent, use_of
+from draftheads.serve.tools import FunctionType, ToolName, ToolUse, as_sent, use_of
 from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
 from draftheads.utils.messages import half_character
 
+_LOG = logging.getLogger(__name__)
 LOGPROBS = "message.output_text.logprobs"  # in the field include
 
 
@@ -293,10 +295,11 @@ class ResponseEvents:
         if self._message_id is not None:
             yield from self._message_done(status)
         for call in self._calls:
-            yield from self._called(call)
+            yield from self._called(call, status if call.is_cut else "completed")
         counts = self._usage()
+        thoughts = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
         usage = {"input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"]}
-        usage |= {"output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+        usage |= {"output_tokens": counts["completion_tokens"], "output_tokens_details": thoughts}
         usage |= {"total_tokens": counts["total_tokens"], "draft": counts["draft"]}
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": int(time.time())}
         response = self._response(status, output=self._output, usage=usage, **more)
@@ -336,7 +339,7 @@ class ResponseEvents:
         yield self._event("response.content_part.done", **place, part=part)
         yield self._item_done(self._message(status, [part]))
 
-    def _called(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+    def _called(self, call: ToolCall, status: str) -> Iterator[dict[str, Any]]:
         item_id, place = f"fc_{uuid.uuid4().hex}", len(self._output)
         item = {"id": item_id, "type": "function_call", "call_id": f"call_{uuid.uuid4().hex[:24]}", "name": call.name}
         begun = {**item, "arguments": "", "status": "in_progress"}
@@ -346,7 +349,7 @@ class ResponseEvents:
         # newer clients also read the name
         whole = {"name": call.name, "arguments": call.arguments}
         yield self._event(f"{event}.done", item_id=item_id, output_index=place, **whole)
-        yield self._item_done({**item, "arguments": call.arguments, "status": "completed"})
+        yield self._item_done({**item, "arguments": call.arguments, "status": status})
 
     def _item_done(self, item: dict[str, Any]) -> dict[str, Any]:
         self._output.append(item)
@@ -376,23 +379,25 @@ class ResponseCall(ChatCall):
 
     def response(self) -> dict[str, Any]:
         """The response, which is the same as in the last event of a stream."""
-        [request] = self.requests
-        *_, last = self._events().add(AnswerStream(self, request).add(request))
+        ([request], [stream]) = self.requests, self.open()
+        *_, last = self._events().add(stream.add(request))
         response: dict[str, Any] = last["response"]
         return response
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Events; an answer that fails ends with an event of it."""
-        [request] = self.requests
-        sent, stream = self._events(), AnswerStream(self, request)
+        sent, [stream] = self._events(), self.open()
         for item in sent.begin():
             yield item
         try:
             async for _, event in events:
                 for item in sent.add(stream.add(event)):
                     yield item
-        except ApiError as error:
-            for item in sent.fail(error):
+        except Exception as error:  # noqa: BLE001 - logged, and sent as what went wrong
+            if not isinstance(error, ApiError):
+                _LOG.exception("a stream failed")
+            known = error if isinstance(error, ApiError) else ApiError(500, "the server could not finish the answer")
+            for item in sent.fail(known):
                 yield item
 
     def _events(self) -> ResponseEvents:
@@ -404,7 +409,7 @@ class ResponseCall(ChatCall):
 def read_response(fields: ResponseFields, service: Service) -> ResponseCall:
     """Reads a request for a response. Runs on the thread that reads requests."""
     chat = read_chat(fields, service)
-    parts = (chat.params, chat.num_prompt_tokens, chat.requests, chat.messages, chat.tools, chat.thinking)
+    parts = (chat.params, chat.num_prompt_tokens, chat.requests, chat.messages, chat.tools, chat.reading)
     return ResponseCall(*parts, _echo(fields, chat.params))
 
 

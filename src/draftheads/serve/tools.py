@@ -1,6 +1,5 @@
-"""Tool calls in Hermes' form, ``<tool_call>{"name": …, "arguments": …}</tool_call>``: the fields, and calls in text."""
+"""Tools of chats: the fields, and what they mean for an answer."""
 
-import json
 import re
 import uuid
 from collections.abc import Sequence
@@ -9,17 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 
-from draftheads.decode.grammar import ONE_LINE
-from draftheads.decode.text import TaggedText
-from draftheads.models.chat_template import CALL_TAGS, render
+from draftheads.decode.answer_forms import FORMS, form_of
+from draftheads.decode.answer_forms.form import CallForm, Schemas, ToolCall, schemas_of
+from draftheads.models.chat_template import added_tokens
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.serve.fields import ApiError, Fields, check_schema, only, wrong
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
-OPEN, CLOSE = CALL_TAGS
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _CHOSEN = {"type": {"const": "function"}, "function": _NAMED}
 _FUNCTION = {"type": "object", "properties": _CHOSEN, "required": ["type", "function"]}
@@ -45,31 +42,39 @@ class ToolUse:
     forced: tuple[str, ...] = ()  # one of these must be called; none: the model decides
     parallel: bool = True  # an answer may have several calls
 
-    def grammar(self) -> Grammar | None:
-        """Of an answer that is one of the forced calls, without its tags; None if the model decides."""
-        if not self.forced:
+    @property
+    def schemas(self) -> Schemas:
+        """Of the parameters of the functions, by their names."""
+        return schemas_of(self.tools)
+
+    def grammar(self, model: TargetModel, text: Grammar | None, field: str) -> Grammar | None:
+        """Of an answer that is a forced call, or else one that is calls or such a text; None if it is free.
+
+        The field is that of the text, for errors.
+        """
+        if not self.forced and text is None:
             return None
-        parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
-        rules = [f"start: {' | '.join(f'call{i}' for i in range(len(self.forced)))}"]
-        for i, name in enumerate(self.forced):
-            start = json.dumps(f'{{"name": "{name}", "arguments": ')
-            schema = {**(parameters[name] or _NOTHING), "x-guidance": ONE_LINE}
-            rules += [f'call{i}: {start} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema)}"]
-        return Grammar.lark("\n".join(rules))
+        calls = call_form(model)
+        forced = {name: schema for name, schema in self.schemas.items() if name in self.forced}
+        try:
+            written = calls.grammar(
+                forced or self.schemas,
+                added_tokens(model.tokenizer),
+                text=None if forced or text is None else text.text,
+                parallel=self.parallel,
+            )
+        except ValueError as error:
+            fix = "leave response_format or tools out" if not forced else "use tool_choice auto"
+            problem = f"calls of the form {calls.name} cannot be forced: {error}: {fix}"
+            raise ApiError(400, problem, param="tool_choice" if forced else field) from None
+        return Grammar.lark(written)
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call in an answer."""
-
-    name: str
-    arguments: str  # JSON
-
-    def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """In OpenAI's form; calls in streams have an index."""
-        place = {} if index is None else {"index": index}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {**place, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+def call_json(call: ToolCall, index: int | None = None) -> dict[str, Any]:
+    """A call in OpenAI's form; calls in streams have an index."""
+    place = {} if index is None else {"index": index}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**place, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _tool_name(name: str) -> str:
@@ -163,111 +168,12 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     return {**shown, "function": _shown(shown["function"])} if "function" in shown else shown
 
 
-def check_template(model: TargetModel) -> None:
-    """Does the model's chat template show tools to the model, in Hermes' form?"""
-    probe = {"type": "function", "function": {"name": "probe_of_template", "description": "", "parameters": _NOTHING}}
-    try:
-        text = render(model, [{"role": "user", "content": "?"}], tools=[probe])
-    except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
-        text = str(error)
-    if "probe_of_template" not in text or OPEN not in text:
-        problem = f"the chat template of {shown_name(model.model_id)} has no tools in Hermes' form ({OPEN})"
-        fix = "leave tools out, or start the server with a template that has, such as --chat-template hermes"
-        raise ApiError(400, f"{problem}: {fix}", param="tools")
-
-
-class TrimmedText:
-    """Text without the spaces beside the tags that were cut out of it."""
-
-    def __init__(self) -> None:
-        self._space = ""  # at the end of the text so far
-        self._space_behind: str | None = None  # what follows a cut, which was the last thing; None: there was none
-        self._has_begun = False
-
-    def cut(self) -> None:
-        self._space_behind = ""
-
-    def push(self, text: str, *, is_end: bool = False) -> str:
-        """Adds text and returns what is certain."""
-        if self._space_behind is not None:
-            trimmed = text.lstrip()
-            self._space_behind += text[: len(text) - len(trimmed)]
-            if not trimmed:
-                return ""
-            self._space = (self._space or self._space_behind) if self._has_begun else ""
-            text, self._space_behind = trimmed, None
-        text = self._space + text
-        certain = text if is_end else text.rstrip()
-        self._space = text[len(certain) :]
-        self._has_begun |= bool(certain)
-        return certain
-
-
-class ToolCallText:
-    """Finds the calls in a text that comes in pieces, and the thoughts, from which no call is read.
-
-    After each piece, ``thought`` is what the model thought in it.
-
-    >>> text = ToolCallText(("<think>", "</think>"))
-    >>> text.push('Let me see. <tool'), text.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    (('Let me see.', []), ('', [ToolCall(name='add', arguments='{"a": 1}')]))
-    """
-
-    def __init__(self, thinking: tuple[str, str] | None, *, in_thought: bool = False, has_tools: bool = True) -> None:
-        tags = {"call": CALL_TAGS} if has_tools else {}
-        tags |= {"thought": thinking} if thinking else {}
-        self._parts = TaggedText(tags, "thought" if in_thought else "text")
-        self._content, self._thoughts = TrimmedText(), TrimmedText()
-        self._thoughts.cut()
-        if in_thought:
-            self._content.cut()
-        self._call: str | None = None  # the text of a call that has begun
-        self.thought = ""
-
-    def push(self, text: str, *, is_end: bool = False) -> tuple[str, list[ToolCall]]:
-        """Adds text; returns the new text outside of calls and thoughts, and the calls that ended."""
-        content, calls = "", list[ToolCall]()
-        self.thought = ""
-        for kind, part in self._parts.push(text, is_end=is_end):
-            if self._call is not None:
-                self._call += part
-                if part == CLOSE:
-                    content += self._end_call(calls)
-            elif part == OPEN and kind == "tag":
-                self._call = OPEN
-            elif kind == "tag":
-                self._content.cut()
-                self._thoughts.cut()
-            elif kind == "thought":
-                self.thought += self._thoughts.push(part)
-            else:
-                content += self._content.push(part)
-        if is_end:
-            if self._call is not None:  # the end of the answer can take the place of the closing tag
-                content += self._end_call(calls)
-            content += self._content.push("", is_end=True)
-        return content, calls
-
-    def _end_call(self, calls: list[ToolCall]) -> str:
-        """Adds the call; a text that is none is returned."""
-        text, self._call = self._call or "", None
-        call = call_of(text.removeprefix(OPEN).removesuffix(CLOSE))
-        if call is None:
-            return self._content.push(text)
-        calls.append(call)
-        self._content.cut()
-        return ""
-
-
-def call_of(text: str) -> ToolCall | None:
-    """The call in a text without its tags; None if it is none, or was cut."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    match value:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-        case {"name": str(name), "arguments": str(arguments)}:
-            return ToolCall(name, arguments)
-    return None
+def call_form(model: TargetModel) -> CallForm:
+    """The form of calls that the model's chat template shows, with the tools."""
+    form = form_of(model)
+    if form.calls is None or not form.shows_tools:
+        problem = f"the chat template of {shown_name(model.model_id)} shows no tools or none of the forms of calls"
+        names = "; ".join(each.name for each in FORMS)
+        fix = "leave tools out, or start the server with a template that has one, such as --chat-template hermes"
+        raise ApiError(400, f"{problem} ({names}): {fix}", param="tools")
+    return form.calls
