@@ -1,20 +1,24 @@
 """Servers under load: latency and tokens per second for concurrent users, plain, with draft heads, and other programs.
 
 Starts our server and, if environments.sh installed them, those of llama-cpp-python and vLLM's CPU build. They
-answer the same prompts in turns over HTTP, as streams and greedily. Examples::
+answer the same prompts in turns over HTTP, as streams and greedily. With --beside, only ours: how long a user waits for
+eight tokens beside others with schemas and chat templates that cost much, long prompts, and many requests. Examples::
 
     python benchmarks/load.py --json load.json
     python benchmarks/load.py --servers draftheads --heads hydra medusa --users 1 8 --rates 0.5 2
+    python benchmarks/load.py --beside 20
     python benchmarks/load.py --quick
 """
 
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,12 +38,26 @@ from harness import (
     table_of,
     write_record,
 )
-from httpx2 import AsyncClient, Limits, Timeout
-from load_client import Joining, Messages, RequestFailed, Sample, ask, closed_loop, joining, poisson, throughput
+from httpx2 import AsyncClient, AsyncHTTPTransport, Limits, Timeout
+from load_client import (
+    Ask,
+    Joining,
+    Messages,
+    RequestFailed,
+    Sample,
+    ask,
+    beside,
+    closed_loop,
+    joining,
+    neighbours,
+    poisson,
+    throughput,
+)
 from peers import DecodingMethod
 from rich.table import Table
 
 from draftheads.data.records import prompts_in
+from draftheads.models.chat_template import read_template
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, find_gguf, source_of
 from draftheads.utils.estimates import quartiles
 
@@ -47,6 +65,8 @@ PLAIN = "plain"
 _PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning
 _WARM_UP_TOKENS = 16
 _PERCENTILES = (50, 90, 99)
+_USER_TOKENS, _USER_SECONDS = 8, 60.0  # of a user beside others: tokens of an answer, and how long the user waits
+_LOOPS = "{% for a in range(spin or 0) %}{% for b in range(spin) %}{% endfor %}{% endfor %}"  # of a template
 _CHUNK_TOKENS = 256  # of a prompt that our server reads between two steps
 
 
@@ -80,6 +100,8 @@ class Options:
     """How often everything is measured."""
     joining_tokens: int = 2000
     """Length of a prompt that joins eight running streams; 0 leaves this part out."""
+    beside: float = 0.0
+    """Only measure a user beside costly requests of others, each kind for so many seconds."""
     threads: int = torch.get_num_threads()
     """Threads of each server."""
     environments: Path = ENVIRONMENTS
@@ -330,6 +352,58 @@ class Measurement:
         write_record(self.options.json, self.facts, self.options, kept, **found)
 
 
+def measure_beside(options: Options, prompts: Sequence[Messages]) -> dict[str, list[float]]:
+    """Latencies of a user's eight tokens by what others ask for; each kind has a new server."""
+    found: dict[str, list[float]] = {}
+    [(_, command)] = commands(replace(options, servers=("draftheads",))).items()
+    with TemporaryDirectory() as folder:
+        template = Path(folder, "template.jinja")
+        template.write_text(f"{_LOOPS}{read_template('chatml')}", encoding="utf-8")
+        for name, bodies in neighbours(prompts).items():
+            say(f"a user beside {name}" if bodies else "a user alone")
+            log = options.environments / "logs" / "beside-server.log"
+            limits: dict[str, Any] = {"threads": options.threads, "log": log, "timeout": options.timeout}
+            server = ServerProcess([*command, "--chat-template", template], **limits)
+            try:
+                found[name] = asyncio.run(_beside(server, bodies, prompts[0], options.beside))
+            finally:
+                server.stop()
+    return found
+
+
+async def _beside(server: ServerProcess, bodies: Sequence[dict[str, Any]], prompt: Messages, seconds: float) -> Any:
+    """Clients are told apart by their addresses: the user's, and up to twenty others."""
+    numbers = count()
+
+    def asking(client: int, body: dict[str, Any], http: AsyncClient) -> Ask:
+        fields = {"model": server.models[0]["id"], "max_tokens": _USER_TOKENS, **body}
+        return lambda messages: ask(http, server.url, {**fields, "cache_salt": f"{client} {next(numbers)}"}, messages)
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                AsyncClient(
+                    timeout=Timeout(_USER_SECONDS),
+                    transport=AsyncHTTPTransport(local_address=f"127.0.0.{2 + number}", limits=Limits()),
+                )
+            )
+            for number in range(1 + min(20, len(bodies)))
+        ]
+        others = [asking(1 + i % 20, body, clients[1 + i % 20]) for i, body in enumerate(bodies)]
+        user = asking(0, {}, clients[0])
+        await closed_loop(user, [prompt] * 3, 1)  # the first requests of a server are slower
+        return await beside(user, prompt, others, seconds)
+
+
+def beside_table(found: dict[str, list[float]]) -> Table:
+    table = table_of("beside", "requests", "median, s", "worst, s", "more than alone, s", title="A user's eight tokens")
+    usual = float(np.median(found["alone"]))
+    for name, latencies in found.items():
+        worst = max(latencies)
+        table.add_row(name, str(len(latencies)), f"{np.median(latencies):.2f}", f"{worst:.2f}", f"{worst - usual:.2f}")
+    return table
+
+
 def main(options: Options) -> None:
     """Measure, and print the tables."""
     if options.quick:
@@ -338,6 +412,12 @@ def main(options: Options) -> None:
         [{"role": "user", "content": one}] if isinstance(one, str) else [dict(message) for message in one]
         for one in prompts_in(options.prompts)
     ]
+    if options.beside:
+        found = measure_beside(options, prompts)
+        facts = machine(options.threads)
+        print_setting(facts, f"{options.beside:g} s each", width=130).print(beside_table(found))
+        write_record(options.json, facts, options, ("beside", "heads", "precision", "threads"), latencies=found)
+        return
     measurement = Measurement(options, prompts)
     measurement.run()
     asked = f"{options.prompts.name}, at most {options.max_tokens} tokens, {options.rounds} rounds"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from random import Random
@@ -14,6 +15,7 @@ from httpx2 import AsyncClient, HTTPError
 
 Messages = list[dict[str, str]]
 _SECONDS_BEFORE = 2.0  # that the streams run undisturbed
+_BETWEEN_SECONDS = 0.05  # between two requests of a neighbour
 _FIRST_CHARACTERS_PER_TOKEN = 4.5  # of English text; the first long prompt shows the real number
 
 
@@ -215,3 +217,47 @@ def _long_prompt(prompts: Sequence[Messages], characters: int) -> Messages:
     """A request with the texts of the prompts, repeated as often as needed."""
     text = " ".join(message["content"] for messages in prompts for message in messages)
     return [{"role": "user", "content": (text * (characters // len(text) + 1))[:characters]}]
+
+
+def neighbours(prompts: Sequence[Messages], prompt_tokens: int = 7000) -> dict[str, list[dict[str, Any]]]:
+    """What others ask for beside a user, by name: the fields of one request of each client.
+
+    The chat template must have two loops, one in the other, of ``spin`` rounds.
+    """
+    schemas: dict[str, Any] = {
+        f"multipleOf {number}": {"type": "integer", "multipleOf": number} for number in (86400000, 1000003, 9999991)
+    }
+    schemas["allOf of four primes"] = {"allOf": [{"multipleOf": prime} for prime in (1009, 1013, 1019, 1021)]}
+    found: dict[str, list[dict[str, Any]]] = {"alone": []}
+    for name, schema in schemas.items():
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        found[name] = [{"response_format": form}] * 3
+    found["a template without end"] = [{"chat_template_kwargs": {"spin": 100_000}}] * 3
+    characters = int(prompt_tokens * _FIRST_CHARACTERS_PER_TOKEN)
+    long = [_long_prompt(prompts[number:], characters) for number in range(6)]
+    found[f"six prompts of {prompt_tokens} tokens"] = [{"messages": one} for one in long]
+    found["200 requests of 20 clients"] = [{"max_tokens": 32}] * 200
+    return found
+
+
+async def beside(asked: Ask, messages: Messages, others: Sequence[Ask], seconds: float) -> list[float]:
+    """Latencies of a user who asks again and again for so many seconds, while each of the others does so, too."""
+
+    async def again(other: Ask) -> None:
+        while True:
+            with suppress(RequestFailed):  # a refusal is an answer
+                await other(messages)
+            await asyncio.sleep(_BETWEEN_SECONDS)
+
+    tasks = [asyncio.create_task(again(other)) for other in others]
+    await asyncio.sleep(_SECONDS_BEFORE if others else 0)
+    latencies, end = list[float](), time.perf_counter() + seconds
+    try:
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            with suppress(RequestFailed):  # it waited for as long as the client's limit
+                await asked(messages)
+            latencies.append(time.perf_counter() - start)
+    finally:
+        await cancelled(*tasks)
+    return latencies

@@ -3,9 +3,14 @@
 import copy
 import json
 import time
-from typing import Any
+from datetime import datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import llguidance.hf
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,13 +24,22 @@ from draftheads.settings import DEEPEST_SCHEMA, MOST_GRAMMAR_CHARACTERS, Grammar
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 from families import tiny_head, tiny_model
 from scheduler_world import join
-from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, json_tokenizer
+from structured_world import EOS, GRAMMARS, PERSON, VOCAB, SlowGrammar, json_model, json_tokenizer
 
+BIG = 2**53 + 1
 SECONDS = 20.0  # far more than a refusal takes; a hostile grammar that is not limited takes hours
 
 
 def state_of(grammar: Grammar) -> GrammarState:
     return compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS})).start(grammar)
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -84,6 +98,87 @@ def test_hostile_grammars_are_refused_when_a_request_is_made(name: str):
     with pytest.raises(InvalidSettings, match="grammar"):
         Engine(json_model()).request([5], SamplingSettings(grammar=HOSTILE[name]))
     assert time.monotonic() - start < SECONDS
+
+
+@pytest.mark.parametrize("in_lark", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"enum": [BIG]}, f"enum has {BIG}, and integers of grammars are exact up to 2\\^53"),
+        ({"properties": {"a": {"items": {"const": {"b": [-BIG]}}}}}, f"const has -{BIG}"),
+        ({"anyOf": [{"type": "integer", "minimum": BIG}]}, f"minimum has {BIG}"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+    ],
+)
+def test_what_a_grammar_cannot_hold_is_named(schema: dict[str, Any], words: str, in_lark: bool):
+    with pytest.raises(InvalidSettings, match=words):
+        state_of(
+            Grammar.lark(f'start: "%json" %json {json.dumps(schema)} "."') if in_lark else Grammar.json_schema(schema)
+        )
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "format": "path", "title": "a", "default": BIG}, '"not a path"'),
+        ({"type": "array", "items": {"format": "password", "type": "string"}, "uniqueItems": False}, '["a", "a"]'),
+        ({"properties": {"format": {"enum": ["x"]}, "enum": {"type": "integer"}}}, '{"format": "x", "enum": 1}'),
+        ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1)),
+        ({"enum": [2**53, 0.1234567890123456789]}, str(2**53)),
+    ],
+)
+def test_annotations_of_a_schema_change_nothing(schema: dict[str, Any], text: str):
+    assert state_of(Grammar.json_schema(schema)).is_whole(text)
+    assert state_of(Grammar.lark(f"start: %json {json.dumps({**schema, 'x-guidance': module.ONE_LINE})}")).is_whole(
+        text
+    )
+
+
+def test_what_pydantic_writes_is_held_or_named():
+    class Everything(pydantic.BaseModel):
+        path: Path
+        secret: pydantic.SecretStr
+        raw: bytes
+        parsed: pydantic.Json[list[int]]
+        when: datetime | None = None
+        took: timedelta = timedelta(1)
+        number: Annotated[int, pydantic.Field(gt=0, lt=2**53, multiple_of=3)]
+        names: dict[str, Annotated[str, pydantic.Field(min_length=1, pattern="^[a-z]+$")]]
+        pair: tuple[UUID, Decimal, Literal["a", "b"], pydantic.HttpUrl]
+        unique: set[int]
+        either: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+
+    found = {}
+    for name, schema in (whole := Everything.model_json_schema())["properties"].items():
+        try:
+            state_of(Grammar.json_schema({**schema, "$defs": whole["$defs"]}))
+        except InvalidSettings as error:
+            found[name] = str(error)
+    assert found.keys() == {"unique"}
+    assert "uniqueItems" in found["unique"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_slow"),
+    [
+        (Grammar.json_schema(PERSON), False),
+        (Grammar.json_schema({"type": "integer", "multipleOf": 97}), False),
+        (Grammar.json_schema({"type": "integer", "multipleOf": 103}), True),
+        (Grammar.json_schema({"type": "number", "multipleOf": 1e-9}), True),
+        (Grammar.json_schema({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}]}), True),
+        (Grammar.json_schema({"type": "string", "pattern": "(a{99}){99}"}), True),
+        (Grammar.json_schema({"type": "array", "maxItems": 1000}), True),
+        (Grammar.json_schema({"enum": ["x" * 5000]}), True),
+        (Grammar.regex("a"), True),
+    ],
+)
+def test_only_simple_schemas_are_certain_to_be_fast(grammar: Grammar, is_slow: bool):
+    compiler = compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS}))
+    compiler._compiled.pop(grammar, None)
+    assert compiler.may_be_slow(grammar) == is_slow
+    compiler.compile(grammar)
+    assert not compiler.may_be_slow(grammar)
 
 
 @pytest.mark.parametrize(

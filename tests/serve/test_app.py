@@ -79,7 +79,7 @@ PLACES: list[tuple[str | None, dict[str, Any]]] = [
     ("response_format.json_schema", form({}, kind="text")),
     ("response_format.json_schema.schema", form({"enum": ["a" * 70_000]})),
     ("response_format.json_schema.schema", form(nested(33))),
-    (None, form({"pattern": "^(a{300}){300}$"})),
+    ("response_format", form({"pattern": "^(a{300}){300}$"})),
     ("tools[0].type", {"tools": [{"type": "web"}]}),
     ("tools[0].function.name", {"tools": [function("a b")]}),
     ("tool_choice", {"tools": [function("a")], "tool_choice": function("b")}),

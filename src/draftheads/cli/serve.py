@@ -44,7 +44,10 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
     access = Access(keys, hosts or None, read_keys(None, Environment().admin_key))
     # a request may have as many answers as one client may have in the queue
     limits = HttpLimits(
-        choices=Limits.max_waiting // 2, max_tokens=options.max_tokens, request_seconds=options.request_seconds
+        choices=Limits.max_waiting // 2,
+        max_tokens=options.max_tokens,
+        request_seconds=options.request_seconds,
+        schema_seconds=options.schema_seconds,
     )
     service = Service(limits, access, recorder=_recorder(options))
     host, port = listening.getsockname()[:2]

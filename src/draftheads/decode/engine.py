@@ -8,7 +8,7 @@ from typing import Any
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
-from draftheads.decode.grammar import compiler_for
+from draftheads.decode.grammar import GrammarCompiler, compiler_for
 from draftheads.decode.planner import AcceptanceCheck, Planner
 from draftheads.decode.prompts import Prompt, described, prompt_ids, prompt_list
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
@@ -160,23 +160,28 @@ class Engine:
         self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0, variables: Mapping[str, Any] | None = None
     ) -> Request:
         """One checked request; its events carry ``index``. ``variables`` are further ones of the chat template."""
-        prompt_ids, vocab_size, eos_ids = self.encode(prompt, variables), self.model.vocab_size, self.model.eos_ids
+        prompt_ids, vocab_size = self.encode(prompt, variables), self.model.vocab_size
         if unknown := [token for token, _ in settings.logit_bias if token >= vocab_size]:
             raise InvalidSettings(f"logit_bias has token {unknown[0]}; the model has {vocab_size:,} tokens")
         grammar_state = None
         if settings.grammar is not None:
-            compiler = compiler_for(self.model.tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
-            grammar_state = compiler.start(settings.grammar, settings.stop_token_ids)
+            grammar_state = self.grammars.start(settings.grammar, settings.stop_token_ids)
         return Request(
             prompt_ids,
             settings,
             tokenizer=self.model.tokenizer,
-            eos_ids=eos_ids,
+            eos_ids=self.model.eos_ids,
             max_length=self.model.max_positions,
             index=index,
             grammar_state=grammar_state,
             generation=self.generation,
         )
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of the model's tokenizer. Errors as for the class."""
+        model = self.model
+        return compiler_for(model.tokenizer, vocab_size=model.vocab_size, eos_ids=model.eos_ids)
 
     def run(self, requests: Sequence[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """Decodes requests together; as soon as one is finished the next in line takes its place."""

@@ -4,9 +4,11 @@ A place is an index of a point of one answer in this step: 0 is after the accept
 leads to a place of its own.
 """
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, takewhile
 from operator import eq
@@ -40,6 +42,16 @@ _LIMITS = {
 }
 _FORCED_TEXTS = 4096  # whose tokens are kept
 _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
+# Schemas that take long have multipleOf, large numbers, patterns or products of schemas. A multipleOf below 100 takes
+# milliseconds. Factors of 10 make others no cheaper: 2^19 takes 0.7 s, 864 × 10^5 takes 5 s, 300,007 takes 11 s.
+_COSTLY = re.compile(r'"multipleOf": (?!\d\d?[,}])|\d{4}|\de|"(\$ref|allOf|anyOf|oneOf|format|pattern\w*)"')
+_SIMPLE = 4096  # characters
+# where JSON schemas have further schemas: by name, or a schema or a list of them
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+_PARTS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
+_NUMBERS = {"enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_EXACT = 2**53  # llguidance reads numbers as 64 bits of floating point
+_SCHEMA = re.compile(r"%json\s*(?={)")  # in Lark
 
 
 class GrammarState:
@@ -141,6 +153,7 @@ class GrammarCompiler:
         if not self._eos_ids:
             raise InvalidSettings("the model has no token that ends a text: an answer with a grammar needs one")
         vocabulary = _Vocabulary(tokenizer, vocab_size, min(self._eos_ids))
+        self._vocabulary = vocabulary
         self._missing = {name: token for name, token in tokenizer.get_vocab().items() if token >= vocab_size}
         wrapper = llguidance.TokenizerWrapper(vocabulary)
         self._table = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=sorted(self._eos_ids))
@@ -151,19 +164,35 @@ class GrammarCompiler:
     def start(self, grammar: Grammar, stop_ids: Iterable[int] = ()) -> GrammarState:
         """The state of an answer without tokens, which ``stop_ids`` may end, too."""
         with self._lock:
-            if grammar not in self._compiled:
-                self._compile(grammar)
-            self._compiled.move_to_end(grammar)
-            try:
-                return self._state(self._compiled[grammar], stop_ids)
-            except GrammarFailed:  # copies share their lexer: it exceeded a limit in another answer
-                self._compile(grammar)
-                return self._state(self._compiled[grammar], stop_ids)
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+        try:
+            return self._state(self.compile(grammar) if matcher is None else matcher, stop_ids)
+        except GrammarFailed:  # copies share their lexer: it exceeded a limit in another answer
+            return self._state(self.compile(grammar), stop_ids)
 
-    def _compile(self, grammar: Grammar) -> None:
-        self._compiled[grammar] = self._checked(grammar)
-        if len(self._compiled) > _COMPILED:
-            self._compiled.popitem(last=False)
+    def compile(self, grammar: Grammar) -> Any:
+        """Compiles a grammar, which may take long; meanwhile others are compiled and started."""
+        matcher = self._checked(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > _COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def may_be_slow(self, grammar: Grammar) -> bool:
+        """Whether the start of a grammar may take long: it is not compiled, and is more than a simple schema."""
+        is_simple = grammar.kind == "json_schema" and len(grammar.text) <= _SIMPLE and not _COSTLY.search(grammar.text)
+        return not is_simple and grammar not in self._compiled
+
+    @property
+    def parts(self) -> tuple[dict[str, Any], int, list[int], dict[str, Any]]:
+        """For another process that compiles: tokens, their number, those that end a text, and the limits."""
+        names = ("tokens", "special_token_ids", "eos_token_id")
+        tokens = {name: getattr(self._vocabulary, name) for name in names}
+        return tokens, self._table.vocab_size, sorted(self._eos_ids), _LIMITS
 
     def _state(self, matcher: Any, stop_ids: Iterable[int] = ()) -> GrammarState:
         stop_ids = (token for token in stop_ids if token < self._table.vocab_size)
@@ -176,7 +205,7 @@ class GrammarCompiler:
                 raise InvalidSettings(f"the grammar needs token {token}, {name}, which the model does not have")
         limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         try:
-            matcher = llguidance.LLMatcher(self._table, _in_llguidance(grammar), log_level=0, limits=limits)
+            matcher = llguidance.LLMatcher(self._table, in_llguidance(grammar), log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidSettings(f"the grammar cannot be used: {_first_line(error)}") from None
         if matcher.is_error():
@@ -235,12 +264,53 @@ def compiler_for(tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) ->
         return known[key]
 
 
-def _in_llguidance(grammar: Grammar) -> str:
+def in_llguidance(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it."""
     if grammar.kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, defaults=ONE_LINE)  # type: ignore[arg-type]
+        text = json.dumps(_readable(json.loads(grammar.text)))
+        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=ONE_LINE)  # type: ignore[arg-type]
     if grammar.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
-    return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+    done, text = "", grammar.text
+    with suppress(json.JSONDecodeError):  # llguidance finds it, too
+        while found := _SCHEMA.search(text):
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+            done, text = done + text[: found.end()] + json.dumps(_readable(schema)), text[end:]
+    return llguidance.LLMatcher.grammar_from_lark(done + text)
+
+
+def _readable(schema: Any) -> Any:
+    """A JSON schema without what says nothing or is an annotation for llguidance, too, which refuses it."""
+    if isinstance(schema, list):
+        return [_readable(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _NUMBERS and (number := _inexact(value)) and (key, number) != ("maximum", 2**63 - 1):
+            problem = f"{key} has {number}, and integers of grammars are exact up to 2^53 ({_EXACT})"
+            raise InvalidSettings(f"the grammar cannot be used: {problem}: use a string for it, or leave it out")
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _readable(each) for name, each in value.items()}
+        elif key in _PARTS:
+            found[key] = _readable(value)
+        elif (key, value) != ("uniqueItems", False) and (key != "format" or _is_known(str(value))):
+            found[key] = value
+    return found
+
+
+def _inexact(value: Any) -> int | None:
+    """An integer in a value that llguidance would round."""
+    if isinstance(value, dict | list):
+        return next(filter(None, map(_inexact, value.values() if isinstance(value, dict) else value)), None)
+    return value if isinstance(value, int) and abs(value) > _EXACT else None
+
+
+@lru_cache
+def _is_known(form: str) -> bool:
+    """Whether llguidance has a format of strings; JSON Schema calls the others annotations."""
+    schema = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "format": form})
+    return not llguidance.LLMatcher.validate_grammar(schema)
 
 
 def _first_line(message: object) -> str:

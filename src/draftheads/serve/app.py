@@ -9,12 +9,10 @@ import json
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
@@ -35,11 +33,14 @@ from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionCall, CompletionFields, PromptScores, read_completion, score
 from draftheads.serve.fields import ApiError, ErrorBody, api_error_of, validation_error
 from draftheads.serve.guard import Guard
+from draftheads.serve.limited import in_thread
 from draftheads.serve.load_models import HeadFields
 from draftheads.serve.responses import ResponseFields, read_response
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel, Service
 
+F = TypeVar("F")
+T = TypeVar("T")
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
 _DRAIN_SECONDS = 30  # for answers that are under way when the first signal comes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -161,20 +162,25 @@ def _add_answer_routes(router: APIRouter, service: Service) -> None:
     @router.post("/chat/completions", responses=_STREAM, dependencies=is_ready)
     async def chat(request: Request, fields: ChatFields) -> Response:
         """Answers a chat."""
-        return await _answered(request, service, await service.read(request.state.client, read_chat, fields))
+        return await _answered(request, service, await _read(request, service, read_chat, fields))
 
     @router.post("/responses", responses=_STREAM, dependencies=is_ready)
     async def responses(request: Request, fields: ResponseFields) -> Response:
         """Answers a chat, with the interface that OpenAI's newer clients use."""
-        return await _answered(request, service, await service.read(request.state.client, read_response, fields))
+        return await _answered(request, service, await _read(request, service, read_response, fields))
 
     @router.post("/completions", responses=_STREAM, dependencies=is_ready)
     async def completions(request: Request, fields: CompletionFields) -> Response:
         """Continues a text."""
-        call = await service.read(request.state.client, read_completion, fields)
+        call = await _read(request, service, read_completion, fields)
         if call.num_scored is not None:
             call.scores.extend(await unless_gone(request.receive, _scores(service, call, call.num_scored)))
         return await _answered(request, service, call)
+
+
+async def _read(request: Request, service: Service, function: Callable[[F, Service], T], fields: F) -> T:
+    """Reads the fields, until the client disconnects."""
+    return await unless_gone(request.receive, service.read(request.state.client, function, fields))
 
 
 async def _answered(request: Request, service: Service, call: Call) -> Response:
@@ -280,10 +286,10 @@ async def serve(service: Service, listening: socket.socket, load: _Load, *, on_r
         on_ready: called once models are served.
 
     Returns:
-        False if the signal came while ``load`` was running; its thread still is.
+        False if ``load`` was running when the signal came, or a request was read; their threads still are.
     """
     server = http_server(service)
-    loading = _in_thread(load)
+    loading = in_thread(load)[1]
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -315,21 +321,7 @@ async def serve(service: Service, listening: socket.socket, load: _Load, *, on_r
         await running
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-        service.close()
+        is_idle = service.close()
     if service.lost is not None:
         raise service.lost
-    return loading.done()
-
-
-def _in_thread(load: _Load) -> Future[tuple[Iterable[ServedModel], Scheduler]]:
-    """Runs a function in a thread that does not hold up the end of the process."""
-    future: Future[tuple[Iterable[ServedModel], Scheduler]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(load())
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            future.set_exception(error)
-
-    Thread(target=run, name="draftheads-loading", daemon=True).start()
-    return future
+    return is_idle and loading.done()

@@ -1,10 +1,11 @@
 """``/v1/chat/completions``: its fields, messages as chat templates read them, and answers as messages or chunks."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from reprlib import repr as short_repr
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
@@ -34,6 +35,7 @@ from draftheads.serve.fields import (
     text_or_list,
     wrong,
 )
+from draftheads.serve.limited import TookTooLong, ended_after
 from draftheads.serve.request_params import ChoiceFields, CommonFields, RequestParams, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import (
@@ -56,6 +58,7 @@ def _as_json(arguments: Any) -> Any:
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
+T = TypeVar("T")
 # values of the arguments of a call; the API has them as JSON text
 Arguments = Annotated[Json[Any], BeforeValidator(_as_json, json_schema_input_type=str)]
 
@@ -212,7 +215,7 @@ class ChatBody(CommonFields):
             raise ApiError(400, f"{name} has no chat template: {fix}", param=param)
         calls, form = None if tools is None else call_form(model), form_of(model)
         try:
-            text = self._rendered(model, messages, tools, variables)
+            text = self._in_time(params, partial(self._rendered, model, messages, tools, variables))
             in_thought = False
             if tags := form.thinking:
                 # only the words of the model itself can begin a thought
@@ -231,6 +234,15 @@ class ChatBody(CommonFields):
         if has_form:
             return ids, None if tools is None else Reading(replace(form, thinking=None))
         return ids, Reading(form, in_thought) if form.thinking or tools is not None else None
+
+    def _in_time(self, params: RequestParams, work: Callable[[], T]) -> T:
+        """What the chat template is used for, which is a program of the model's author."""
+        try:
+            return ended_after(params.template_seconds, work)
+        except TookTooLong:
+            limit = f"the {params.template_seconds:g} s (--schema-seconds) for the model's chat template"
+            problem = f"takes more than {limit}: send a shorter chat, or other chat_template_kwargs"
+            raise wrong(self.names["messages"], problem) from None
 
     def _variables(self, model: TargetModel) -> dict[str, Any]:
         """Those of the chat template, with what the effort means for it."""
@@ -418,7 +430,7 @@ class ChatFields(ChoiceFields, ChatBody):
 
 
 def read_chat(fields: ChatBody, service: Service) -> ChatCall:
-    """Reads a request of a chat. Runs on the thread that reads requests."""
+    """Reads a request of a chat. Runs on a thread that reads requests."""
     tools, names = fields.tool_use(), fields.names
     grammar = fields.grammar
     if tools is not None and tools.forced and not fields.add_generation_prompt:

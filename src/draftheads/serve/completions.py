@@ -181,7 +181,7 @@ class CompletionFields(ChoiceFields, CommonFields):
 
 
 def read_completion(fields: CompletionFields, service: Service) -> CompletionCall:
-    """Reads a completion request. Runs on the thread that reads requests."""
+    """Reads a completion request. Runs on a thread that reads requests."""
     only_score = fields.max_tokens == 0
     if only_score and not fields.echo:
         raise wrong("max_tokens", "is 0; it must be at least 1")

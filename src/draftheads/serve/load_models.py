@@ -54,6 +54,7 @@ def load_served(options: ServeOptions) -> tuple[list[ServedModel], dict[str, Eng
         if adapter in engines:
             raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
         engines[adapter] = engines[base].with_adapter(folder)
+        _prepare_grammars(engines[adapter].model)  # it may have its own tokenizer
         models.append(replace(models[0], name=adapter, adapter=adapter))
     preparing.join()
     return models, engines

@@ -53,6 +53,8 @@ class ServeOptions(OptionGroup):
     """Longest answer that a request may ask for. As long as the model's texts when left out."""
     request_seconds: Annotated[float, ABOVE_0] = 600.0
     """Time for a request. Then it ends with an error."""
+    schema_seconds: Annotated[float, _FINITE] = 2.0
+    """Time to compile a new schema or grammar, and for the chat template. Then the request ends with an error."""
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""

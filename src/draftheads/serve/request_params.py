@@ -20,6 +20,7 @@ from draftheads.serve.fields import (
     wrong,
 )
 from draftheads.serve.guard import HttpLimits
+from draftheads.serve.limited import Untried
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
@@ -102,6 +103,7 @@ class CommonFields(_OfSettings):
     :class:`SamplingSettings` has the ranges of its settings, and models have their defaults.
     """
 
+    names: ClassVar[dict[str, str]] = {"form": "response_format"}  # in errors
     default_tokens: ClassVar[int] = 2048  # of the longest answer, where a request names no limit
 
     model: str = ""
@@ -167,6 +169,7 @@ class RequestParams:
     engine: Engine
     lane: Lane
     settings: SamplingSettings
+    template_seconds: float  # for the text of a chat
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it."""
@@ -222,9 +225,13 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
     try:
         engine.check_draft_nodes(fields.draft_nodes)
         settings = SamplingSettings(**sampling, logprobs=fields.num_logprobs, grammar=grammar)
+        if grammar is not None and engine.grammars.may_be_slow(grammar):
+            field = "tools" if fields.grammar is None else fields.names["form"]
+            raise Untried(engine.grammars, grammar, field)  # before anything slow: the request is read again
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
-    return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
+    lane = Lane(fields.model, fields.draft_nodes)
+    return RequestParams(fields, engine, lane, settings, service.limits.schema_seconds)
 
 
 def _max_tokens(fields: CommonFields, limit: int | None) -> int:

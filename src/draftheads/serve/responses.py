@@ -407,7 +407,7 @@ class ResponseCall(ChatCall):
 
 
 def read_response(fields: ResponseFields, service: Service) -> ResponseCall:
-    """Reads a request for a response. Runs on the thread that reads requests."""
+    """Reads a request for a response. Runs on a thread that reads requests."""
     chat = read_chat(fields, service)
     parts = (chat.params, chat.num_prompt_tokens, chat.requests, chat.messages, chat.tools, chat.reading)
     return ResponseCall(*parts, _echo(fields, chat.params))

@@ -3,20 +3,24 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from draftheads.decode.engine import Engine
-from draftheads.errors import DeviceLost
+from draftheads.decode.grammar import GrammarCompiler, in_llguidance
+from draftheads.errors import DeviceLost, InvalidSettings
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.serve.fields import ApiError, api_error_of
+from draftheads.serve.fields import ApiError, api_error_of, wrong
 from draftheads.serve.guard import Access, HttpLimits
+from draftheads.serve.limited import TRIAL_BYTES, GrammarTrials, Untried, in_thread
 from draftheads.serve.metrics import Metrics
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Scheduler
+from draftheads.settings import Grammar
 
+_COMPILERS = 2  # grammars that are tried at once; of one client it is one
 Phase = Literal["loading", "ready", "draining"]
 F = TypeVar("F")
 T = TypeVar("T")
@@ -61,8 +65,10 @@ class Service:
             *([] if recorder is None else [lambda: recorder.counts]),
         )
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
-        # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
-        self._reader = ThreadPoolExecutor(1, "draftheads-reader")
+        # threads read requests (JSON, templates, tokens, grammars), so that a long one holds up no stream, nor another
+        self._threads: set[asyncio.Future[Any]] = set()
+        self._compilers = asyncio.Semaphore(_COMPILERS)
+        self._trials = GrammarTrials(self.limits.schema_seconds)
         self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
 
     def open(self, models: Iterable[ServedModel], scheduler: Scheduler) -> None:
@@ -106,9 +112,41 @@ class Service:
         return self.scheduler.engines[name]
 
     async def read(self, client: str, function: "Callable[[F, Service], T]", fields: F) -> T:
-        """Reads fields on a thread: those of one client one after another, so that clients take turns."""
+        """Reads fields on a thread: those of one client one after another, so that clients take turns.
+
+        A grammar that may take long is compiled before, in a process that ends with the task.
+        """
         async with self._reading.setdefault(client, asyncio.Lock()):
-            return await asyncio.get_running_loop().run_in_executor(self._reader, function, fields, self)
+            while True:
+                try:
+                    return await self._on_thread(partial(function, fields, self))
+                except Untried as untried:
+                    async with self._compilers:
+                        await self._compile(*untried.args)
+
+    async def _compile(self, compiler: GrammarCompiler, grammar: Grammar, field: str) -> None:
+        try:
+            if not compiler.may_be_slow(grammar):  # another request had the same
+                return
+            if is_small := await self._trials.finishes(compiler, in_llguidance(grammar)):
+                await self._on_thread(partial(compiler.compile, grammar))
+        except InvalidSettings as error:
+            raise api_error_of(error, param=field) from None
+        if not is_small:
+            limits = f"{self.limits.schema_seconds:g} s (--schema-seconds) and {TRIAL_BYTES >> 30} GiB of memory"
+            fix = "use smaller or fewer numbers in multipleOf, and fewer nested repetitions"
+            raise wrong(field, f"has a schema or grammar that takes more than {limits} to compile: {fix}")
+
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        """Ends with the thread, also if its client has gone: the client's next request comes after it."""
+        future = asyncio.wrap_future(in_thread(function)[1])
+        self._threads.add(future)
+        future.add_done_callback(self._threads.discard)
+        try:
+            return await asyncio.shield(future)
+        finally:
+            while not future.done() and self.phase == "ready":  # else the server ends
+                await asyncio.wait([future], timeout=1)
 
     async def drain(self, seconds: float) -> None:
         """Takes no further requests, and finishes the answers that are under way within so many seconds."""
@@ -116,9 +154,10 @@ class Service:
         if self._scheduler is not None:
             await asyncio.to_thread(self._scheduler.close, drain_seconds=seconds)
 
-    def close(self) -> None:
-        """Stops the threads at once; unfinished answers fail."""
+    def close(self) -> bool:
+        """Stops the threads at once; unfinished answers fail. False if a request was read: its thread goes on."""
         self.phase = "draining"
         if self._scheduler is not None:
             self._scheduler.close(drain_seconds=0)
-        self._reader.shutdown(cancel_futures=True)
+        self._trials.close()
+        return not self._threads
