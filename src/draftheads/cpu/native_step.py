@@ -367,7 +367,7 @@ def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:
     """The native form of a model whose linear layers are packed; None if there is none."""
-    if load_library() is None or model.device.type != "cpu":
+    if load_library() is None or any(weight.device.type != "cpu" for weight in model.parameters()):
         return None
     try:
         return NativeStep(model, windows)

@@ -77,8 +77,8 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
             f"was loaded with attn_implementation={attention!r}; trees need a mask of four dimensions, which "
             f"{' and '.join(ATTENTION)} take: model.set_attn_implementation('sdpa')"
         )
-    places = {str(weight.device) for weight in target.model.parameters()}
-    if places != {str(target.device)} or target.device.type == "meta":
+    places = {str(target.device), *(str(weight.device) for weight in target.model.parameters())}
+    if len(places) > 1 or target.device.type == "meta":
         yield (
             f"has weights on {', '.join(sorted(places))}; drafts are verified on one device: load it with device=…, "
             "and with four_bit=True if it is too large"
