@@ -88,7 +88,7 @@ def join(batch: Batch, requests: Sequence[Request]) -> None:
 def scheduler_of(engines: dict[str, Engine], *, clock: Any = None, **limits: Any) -> Scheduler:
     """Not started: tests call :func:`iterate`."""
     options = {} if clock is None else {"clock": clock}
-    return Scheduler(engines, Limits(**{"kv_bytes": ROOM, **limits}), **options)
+    return Scheduler(engines, Limits(**{"kv_bytes": ROOM, "chunk_steps": None, **limits}), **options)
 
 
 def submit(

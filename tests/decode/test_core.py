@@ -200,6 +200,50 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(engine: Engine) -> None:
     assert_plain(engine, long)
 
 
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock: a step takes a second, and a token that is read a tenth of it."""
+    now = [0.0]
+    step, read = Batch.step, TransformersRunner.read
+
+    def stepped(batch: Batch) -> Any:
+        now[0] += 1
+        return step(batch)
+
+    def read_slowly(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
+        now[0] += sum(map(len, token_ids)) / 10
+        return read(runner, rows, token_ids)
+
+    monkeypatch.setattr(Batch, "step", stepped)
+    monkeypatch.setattr(TransformersRunner, "read", read_slowly)
+    return now
+
+
+def test_many_long_prompts_of_one_client_hardly_slow_others(engine: Engine, seconds: list[float]) -> None:
+    core = core_of(engine, chunk_steps=12)
+    core.clock = lambda: seconds[0]
+
+    def time_of(number: int) -> float:
+        start = seconds[0]
+        run(core, add(core, engine, [5 + number, 6, 7] * 10, "polite", max_new_tokens=8))
+        return seconds[0] - start
+
+    time_of(0)
+    alone = time_of(1)
+    greedy = [add(core, engine, [5 + n, *(6 + each % 13 for each in range(900))], "greedy") for n in range(6)]
+    core.step()
+    assert max(map(time_of, range(2, 7))) <= 2.5 * alone
+    # while a stream runs, reading takes no more time than its steps; alone it takes a chunk between two steps
+    stream, before, start = add(core, engine, [4, 5], "polite", max_new_tokens=40), core.tokens_read, seconds[0]
+    run(core, stream)
+    assert 0.3 < (core.tokens_read - before) / 10 / (seconds[0] - start) < 0.6
+    other = add(core, engine, [3, *[7, 8] * 450], "other")
+    run(core, other)
+    assert sum(request.finish_reason is not None for request in greedy) <= 2, "clients share the time of reading"
+    run(core, *greedy)
+    assert_plain(engine, *greedy, other, stream)
+
+
 def test_a_client_gives_up_rows_when_another_one_waits(engine: Engine) -> None:
     core = core_of(engine, max_rows=4)
     many = [add(core, engine, [3, 4, n], "one", max_new_tokens=60) for n in range(3, 9)]

@@ -1,8 +1,11 @@
 """A server with adapters that records, a head that is trained on the records, and its exchange while streams run."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from safetensors.torch import load_file
 import draftheads
 from adapter_world import saved_adapter
 from draftheads.checkpoints.checkpoint import save_head
+from draftheads.checkpoints.head_files import HEAD_FILES
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
@@ -102,6 +106,27 @@ def test_only_heads_of_the_folder_can_be_named(server: ServerProcess) -> None:
         assert server.exchange_head(head).status_code == 404, head
     for head in ("other", 7, ""):
         assert server.exchange_head(head).status_code == 400, head
+
+
+def test_heads_of_anything_but_files_in_the_folder_are_refused(server: ServerProcess, world: Path) -> None:
+    """No pipe that never ends, no folder, no link out or to itself, and nothing of a file's content is told."""
+    (world / "private").write_text('{"format_version": 1, "top-secret": 1}')
+    put = {
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+        "loop": lambda file: file.symlink_to(file),
+        "link": lambda file: file.symlink_to(world / "private"),
+        "method": lambda file: file.write_text('{"format_version": 1, "method": "telepathy", "base": {}}'),
+    }
+    for kind, name in product(put, HEAD_FILES):
+        head = shutil.copytree(world / "heads" / "medusa", world / "heads" / f"{kind}-{name}")
+        (head / name).unlink()
+        put[kind](head / name)
+        response = server.exchange_head(head.name)
+        is_fine = (kind, name) in {("loop", "README.md"), ("method", "README.md")}  # nothing reads that text
+        assert response.status_code in ((200,) if is_fine else (400, 404)), (kind, name, response.text)
+        assert "secret" not in response.text
+        assert str(world) not in response.text
 
 
 def test_only_the_admin_key_opens_it(server: ServerProcess) -> None:

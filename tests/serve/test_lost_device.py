@@ -1,8 +1,10 @@
 """An accelerator that fails for good, as after an assert on a GPU: clear errors, a failing /health, and the end."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx2
@@ -13,10 +15,11 @@ from cli_world import write_model
 from draftheads.decode.batch import Batch
 from draftheads.errors import DeviceLost
 from draftheads.serve import scheduler as module
+from draftheads.serve.guard import HttpLimits
 from draftheads.utils.transfer import device_works
 from scheduler_world import submit
 from serve_process import ServerProcess, chat_body, wait_until
-from serve_world import Running, error_of, running, tiny_engines
+from serve_world import USER, Running, error_of, running, texts_of, tiny_engines
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -90,6 +93,45 @@ def test_a_device_works_unless_it_computes_nothing(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             patch.setattr(torch, "ones", failing)
             assert device_works(device) is works
+
+
+def test_health_fails_while_a_step_does_not_end(monkeypatch: pytest.MonkeyPatch):
+    go, step = Event(), Batch.step
+    monkeypatch.setattr(Batch, "step", lambda batch: (go.wait(), step(batch))[1])
+    with running(tiny_engines(), HttpLimits(stalled_seconds=0.2)) as server, ThreadPoolExecutor(1) as pool:
+        health = lambda: httpx2.get(server.url + "/health")  # noqa: E731
+        assert health().status_code == 200
+        asked = pool.submit(server.chat)
+        try:
+            wait_until(lambda: health().status_code == 503)
+            assert health().json() == {"status": "stalled"}
+        finally:
+            go.set()
+        assert texts_of(asked.result()) == [server.plain_answer([USER], max_new_tokens=12).text]
+        assert health().status_code == 200
+
+
+STUCK = """
+import sys
+from threading import Event
+from draftheads.cli.main import main
+from draftheads.decode.batch import Batch
+from draftheads.serve import app, scheduler
+
+Batch.step = lambda batch: print("a step", file=sys.stderr) or Event().wait()
+app._DRAIN_SECONDS = scheduler._STEP_SECONDS = 0.2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_ends_the_process_though_a_step_does_not_end(tmp_path: Path):
+    with ServerProcess(write_model(tmp_path), "model", program=("-c", STUCK)) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.client.post, "/v1/chat/completions", json=chat_body("a dog"))
+        wait_until(lambda: "a step\n" in server.errors)
+        server.process.terminate()
+        assert error_of(asked.result())["code"] == "shutdown"
+        assert server.process.wait(60) == 0
+    assert "stuck in a step" in "".join(server.errors)
 
 
 PROGRAM = """

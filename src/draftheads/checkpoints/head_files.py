@@ -151,7 +151,7 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]
             entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
             return shapes, {name: str(entry.get_dtype()) for name, entry in entries.items()}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointCorrupt(f"{path} is not a complete safetensors file: {error}") from None
 
 

@@ -8,6 +8,8 @@ the same. A client also gives up rows when it has more of them than another one 
 :meth:`EngineCore.step`; others may add and cancel requests.
 """
 
+import math
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ import torch
 from draftheads.decode.batch import Batch, BatchEvent
 from draftheads.decode.prefix_cache import BLOCK_TOKENS, PrefixCache, ReadText, block_digests
 from draftheads.decode.request import Lane, Request
-from draftheads.decode.waiting import WaitingLine
+from draftheads.decode.step_costs import wait_for
+from draftheads.decode.waiting import ReadingTurns, WaitingLine
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
 from draftheads.runners import bytes_of_states, num_slots
 from draftheads.utils.counts import counted
@@ -34,6 +37,7 @@ _MOST_OVERTAKEN = 64  # times that a request is overtaken before memory is kept 
 _CANDIDATES = 64  # waiting requests that are looked at for a free row
 # blocks that two prompts share: with more, one waits until the other is read, and states are kept
 _WORTH_WAITING = 32 // BLOCK_TOKENS
+_MEMORY_STEPS = 4  # over which the time of a step is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,10 @@ class CoreLimits:
     kv_bytes: int | None = None
     """Memory for keys and values, of running requests and cached prefixes together; None: no limit."""
     chunk_tokens: int = 256
-    """Prompt tokens that are read between two steps."""
+    """Prompt tokens that are read between two steps, at most."""
+    chunk_steps: int | None = None
+    """Steps that take as long as a chunk may. While others are decoded, a chunk takes half of it, and reading no
+    more time than their steps; None: no limit."""
     headroom_tokens: int = 256
     """Further tokens of its answer for which there must be memory when a request is admitted."""
 
@@ -82,6 +89,10 @@ class EngineCore:
         self.prefixes = PrefixCache(_PREFIX_BYTES if limits.kv_bytes is None else limits.kv_bytes)
         self.batches: dict[Place, Batch] = {}
         self.reading: list[Request] = []  # in the order in which they came
+        self.turns = ReadingTurns()  # of those
+        self.clock = time.perf_counter
+        self._step_seconds = self._token_seconds = 0.0  # that a step, and reading a token, took lately; 0: not known
+        self._saved_seconds = 0.0  # for reading, by the steps since
         self.steps = 0
         self.tokens_read = 0
         self.interruptions = 0
@@ -131,13 +142,27 @@ class EngineCore:
         self._drop_cancelled()
         self._interrupt_what_does_not_fit()
         events = [*self._admit(), *self._read()]
+        start, steps = self.clock(), self.steps
         for place, batch in list(self.batches.items()):
             if batch.requests:
                 with place[0].model.computing():
                     events += self._advance(place, batch.step)
                 self.steps += 1
+        if self.steps > steps:
+            self._note_steps(self.clock() - start)
         self._drop_empty_batches()
         return events
+
+    def _note_steps(self, seconds: float) -> None:
+        """Steps of all batches give reading as much time as they took; little of it can be saved."""
+        known = self._step_seconds
+        self._step_seconds = known + (seconds - known) / _MEMORY_STEPS if known else seconds
+        self._saved_seconds = min(self._saved_seconds + seconds, self._most_seconds() / 2)
+
+    def _most_seconds(self) -> float:
+        """That a chunk takes while nothing is decoded."""
+        known = self.limits.chunk_steps is not None and self._step_seconds > 0
+        return self._step_seconds * (self.limits.chunk_steps or 0) if known else math.inf
 
     def hold(self, num_tokens: int, engine: "Engine") -> None:
         """Reserves memory for a text that is read outside of requests; requests that do not fit beside it wait.
@@ -316,21 +341,47 @@ class EngineCore:
 
     def _read(self) -> list[BatchEvent]:
         """Reads at most a chunk of tokens, of one prompt or several; those that are read whole get their rows."""
-        left = self.limits.chunk_tokens
+        left, seconds = self.limits.chunk_tokens, self._most_seconds()
+        if is_beside := seconds < math.inf and any(batch.requests for batch in self.batches.values()):
+            seconds = self._saved_seconds
         events: list[BatchEvent] = []
-        while left > 0 and (chunks := self._next_chunks(left)):
+        while left > 0 and (chunks := self._next_chunks(left, seconds)):
+            start = self.clock()
             for place in list(self.batches):
                 if counts := {request: count for request, count in chunks.items() if request.place == place}:
                     with place[0].model.computing():
                         events += self._read_chunks(place, counts)
-            left -= sum(chunks.values())
+                    if seconds < math.inf:
+                        wait_for(place[0].model.device)
+            took = self.clock() - start
+            self._note_reading(chunks, took)
+            left, seconds = left - sum(chunks.values()), seconds - took
+            self._saved_seconds -= took * is_beside
+            if events and seconds < math.inf:  # there is a new row
+                break
         return events
 
-    def _next_chunks(self, most: int) -> dict[Request, int]:
-        """How many tokens of which prompts are read next.
+    def _note_reading(self, chunks: Mapping[Request, int], seconds: float) -> None:
+        """Shares the time among the prompts, by what their tokens took before: more behind a longer text."""
+        expected = {request: count * (self._price(request) or 1.0) for request, count in chunks.items()}
+        spent: defaultdict[str, float] = defaultdict(float)
+        for request, part in expected.items():
+            own = seconds * part / sum(expected.values())
+            request.token_seconds = own / chunks[request]
+            spent[request.client] += own
+        self.turns.charge(spent)
+        self._token_seconds = seconds / sum(chunks.values())
 
-        Half of them are of the prompt with the fewest tokens left, so that a short one does not wait for a long one;
-        the others are of those that came first, so that a long one is read, too, whatever comes.
+    def _price(self, request: Request) -> float:
+        """Seconds that a token of its prompt takes; 0: not known."""
+        return request.token_seconds or self._token_seconds
+
+    def _next_chunks(self, most: int, seconds: float) -> dict[Request, int]:
+        """How many tokens of which prompts are read next, in so many seconds.
+
+        They are of the client whose turn it is, and of the next ones if that leaves some. Half of them are of its
+        prompt with the fewest tokens left, so that a short one does not wait for a long one; the others are of those
+        that came first, so that a long one is read, too, whatever comes.
         """
         if not self.reading:
             return {}
@@ -340,10 +391,15 @@ class EngineCore:
             for each in self.reading
         }
         left = {request: len(request.read_ids) - count for request, count in num_read.items()}
-        shortest = min(left, key=left.__getitem__)
+        order = self.turns.order(self.reading)
+        if seconds < math.inf:  # a chunk is one client's
+            order = [each for each in order if each.client == order[0].client]
+        shortest = min((each for each in order if each.client == order[0].client), key=left.__getitem__)
+        if seconds < min(self._most_seconds() / 2, left[shortest] * self._price(shortest)):
+            return {}  # more time is saved first: few large chunks take less of it than many small ones
         chosen: Counter[Request] = Counter()
         coming = {digest for request in self.reading if request.row is not None for digest in request.digests}
-        for request, limit in [(shortest, most - most // 2), *((request, most) for request in self.reading)]:
+        for request, share in [(shortest, 0.5), *((request, 1.0) for request in order)]:
             if request.row is None and request not in chosen:
                 first_new = num_read[request] // BLOCK_TOKENS
                 if any(digest in coming for digest in request.digests[first_new + _WORTH_WAITING :][:1]):
@@ -351,7 +407,10 @@ class EngineCore:
                 coming.update(request.digests)
             request.stop = self._stop(request, num_read[request])
             to_read = request.stop - num_read[request] if request.stop else left[request]
-            count = min(to_read - chosen[request], limit, most - chosen.total())
+            count = min(to_read - chosen[request], math.ceil(most * share), most - chosen.total())
+            if (price := self._price(request)) and seconds < math.inf:
+                count = min(count, max(not chosen, int(seconds * share / price)))
+                seconds -= count * price
             if count > 0:
                 chosen[request] += count
         return dict(chosen)

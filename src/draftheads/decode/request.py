@@ -148,6 +148,7 @@ class Request:
     read_ids: list[int]  # of a request that was interrupted, with its answer so far
     digests: list[Hashable]
     hidden: list[Tensor]  # parts (t, D or n·D)
+    token_seconds = 0.0  # that each token of its last chunk took; 0: none was read
     stop: int  # where a chunk ends, so that states of recurrent layers are kept there; 0: nowhere
 
     def __init__(

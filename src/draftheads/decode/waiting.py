@@ -1,7 +1,7 @@
-"""Requests that wait for their turn: a round robin over clients."""
+"""Requests that wait for their turn: for a row in a round robin over clients, for reading by the time it took."""
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from threading import Lock
@@ -61,3 +61,26 @@ class WaitingLine:
     def __len__(self) -> int:
         with self._lock:
             return sum(map(len, self._lines.values()))
+
+
+class ReadingTurns:
+    """Whose prompts are read next: those of the client for which reading has taken the least time.
+
+    A client that comes anew has as much as the one that was served last had before. So it goes first, once, and gains
+    nothing by what was read before it came: start-time fair queueing (Goyal, Vin and Cheng 1996).
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = 0.0
+
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        """Those of one client stay in their order."""
+        self._seconds = {each.client: self._seconds.get(each.client, self._start) for each in requests}
+        return sorted(requests, key=lambda each: self._seconds[each.client])
+
+    def charge(self, seconds: Mapping[str, float]) -> None:
+        """Reading for these clients has taken so long."""
+        self._start = min(self._seconds[client] for client in seconds)
+        for client, spent in seconds.items():
+            self._seconds[client] += spent

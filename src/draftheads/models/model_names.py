@@ -158,7 +158,7 @@ def _check_is_model(name: str, folder: Path) -> None:
 def json_in(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # a pipe would wait
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
@@ -23,16 +24,17 @@ from fastapi.security import HTTPBearer
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftheads.decode.answer_forms import form_of
-from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
+from draftheads.errors import CheckpointError, DraftHeadsError, InvalidTree, ModelNotFound, UnknownMethod
 from draftheads.models.chat_template import template_of
 from draftheads.serve.answers import Answers, EventStream, unless_gone
 from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionCall, CompletionFields, PromptScores, read_completion, score
 from draftheads.serve.fields import ApiError, ErrorBody, api_error_of, validation_error
-from draftheads.serve.guard import Guard
+from draftheads.serve.guard import Guard, note_unfinished
 from draftheads.serve.limited import in_thread
 from draftheads.serve.load_models import HeadFields
 from draftheads.serve.responses import ResponseFields, read_response
@@ -42,6 +44,7 @@ from draftheads.serve.state import ServedModel, Service
 F = TypeVar("F")
 T = TypeVar("T")
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
+_LARGE_BODY = 256 << 10  # bytes: it is parsed on a thread
 _DRAIN_SECONDS = 30  # for answers that are under way when the first signal comes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Load = Callable[[], tuple[Iterable[ServedModel], Scheduler]]
@@ -82,7 +85,12 @@ class _JsonRequest(Request):
     """Its body is JSON, which knows no NaN and no Infinity."""
 
     async def json(self) -> Any:
-        return json.loads(await self.body(), parse_constant=_no_number)
+        body = await self.body()
+        if len(body) <= _LARGE_BODY:
+            return json.loads(body, parse_constant=_no_number)
+        # the parser in C lets other threads run only where it calls Python: at each object and each integer
+        hooks: dict[str, Any] = {"object_hook": lambda value: value, "parse_int": lambda word: int(word)}  # noqa: PLW0108
+        return await asyncio.to_thread(json.loads, body, parse_constant=_no_number, **hooks)
 
 
 class _JsonRoute(APIRoute):
@@ -106,8 +114,8 @@ def _sender_of(file: Path) -> Callable[[], FileResponse]:
 def _add_state_routes(app: FastAPI, service: Service, key: list[Any]) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """Status 200 while the process works."""
-        return _state("ok" if service.lost is None else "failed", good="ok")
+        """Status 200 while the process works; 503 also if requests wait and the model does nothing for a minute."""
+        return _state("failed" if service.lost else "stalled" if service.is_stalled else "ok", good="ok")
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -145,7 +153,7 @@ def _add_model_routes(app: FastAPI, router: APIRouter, service: Service) -> None
             await asyncio.to_thread(service.exchange, fields.model, fields.head)
         except ModelNotFound as error:
             raise ApiError(404, str(error), param="head", code="head_not_found") from None
-        except CheckpointError as error:
+        except (CheckpointError, UnknownMethod, InvalidTree) as error:
             raise ApiError(400, str(error), param="head", code="head_does_not_fit") from None
         except DraftHeadsError as error:
             raise api_error_of(error) from None
@@ -248,6 +256,41 @@ async def _gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
+def _connection_of(service: Service) -> type[H11Protocol]:
+    limits = service.limits
+
+    class Connection(H11Protocol):
+        """Is closed when a request stops coming. The guard refuses one too many, and so logs and counts it."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.app_state = {**self.app_state, "is_full": self._is_full}
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._wait_for_more()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._wait_for_more()
+
+        def _is_full(self) -> bool:
+            return len(self.connections) >= limits.max_connections or len(self.tasks) > limits.max_connections
+
+        def _wait_for_more(self) -> None:
+            # uvicorn cancels its timer when data comes
+            if self.timeout_keep_alive_task is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+                self.timeout_keep_alive_task = self.loop.call_later(limits.incoming_seconds, self._give_up)
+
+        def _give_up(self) -> None:
+            # of a request whose body stops the guard knows
+            if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+                note_unfinished(service.metrics.request, (self.client or ("-",))[0])
+            self.transport.close()
+
+    return Connection
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handlers, which would end the process with a signal."""
 
@@ -260,7 +303,7 @@ def http_server(service: Service) -> HttpServer:
     """The server of a service; ``server.serve(sockets=[listen(host, port)])`` runs it."""
     config = uvicorn.Config(
         create_app(service),
-        http="h11",  # the only one with a limit for headers
+        http=_connection_of(service),  # of h11, the only one with a limit for headers
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -268,7 +311,6 @@ def http_server(service: Service) -> HttpServer:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # a client could write any address into them
-        limit_concurrency=service.limits.max_connections,
         timeout_keep_alive=service.limits.keep_alive_seconds,
         timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
         h11_max_incomplete_event_size=service.limits.header_bytes,
@@ -286,7 +328,7 @@ async def serve(service: Service, listening: socket.socket, load: _Load, *, on_r
         on_ready: called once models are served.
 
     Returns:
-        False if ``load`` was running when the signal came, or a request was read; their threads still are.
+        False if a thread still runs: ``load``, the reading of a request, or a step of the model that did not end.
     """
     server = http_server(service)
     loading = in_thread(load)[1]

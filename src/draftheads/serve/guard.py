@@ -17,12 +17,14 @@ from draftheads.serve.fields import ApiError
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of requests. Time for slow senders and readers is limited by a reverse proxy."""
+    """Limits of requests. Who sends or reads slowly, but never stops, is limited by a reverse proxy."""
 
     max_connections: int = 512
     header_bytes: int = 32 << 10
     body_bytes: int = 2 << 20
     keep_alive_seconds: int = 30  # between two requests of a connection
+    incoming_seconds: float = 30.0  # without a further byte of a request that is not complete
+    stalled_seconds: float = 60.0  # without a step of the model while requests wait: /health fails then
 
     choices: int = 128  # prompts of a request times n
     logprobs: int = 1 << 18  # log-probabilities of all answers to a request
@@ -125,6 +127,7 @@ class Guard:
             await send(message)
 
         try:
+            _check_connection(scope)
             inner["state"]["client"] = self.access.client_of(scope)
             await self.app(inner, _limited(receive, self.body_bytes), send_safely)
         except Exception as error:
@@ -141,6 +144,25 @@ class Guard:
                 address = (scope.get("client") or ("-",))[0]
                 seconds = time.monotonic() - start
                 _ACCESS.info("%s %s %s %s %.3f s", address, scope["method"], path, status or "gone", seconds)
+
+
+def _check_connection(scope: Scope) -> None:
+    """Refuses what must not share a connection with a further request, and closes it."""
+    error = None
+    if scope.get("state", {}).get("is_full", bool)():
+        error = ApiError(503, "the server has too many connections: retry later", code="too_busy", retry_after=1)
+    elif {b"content-length", b"transfer-encoding"} <= dict(scope["headers"]).keys():
+        # a proxy that reads the other one sees another end of the request (RFC 9112, section 6.3)
+        error = ApiError(400, "the request has Content-Length and Transfer-Encoding: send one of them")
+    if error is not None:
+        error.headers = {**(error.headers or {}), "connection": "close"}
+        raise error
+
+
+def note_unfinished(count: Callable[[str, int], object], address: str) -> None:
+    """A request of which no more bytes came, so that its connection is closed."""
+    count("other", 408)
+    _ACCESS.info("%s closed: the rest of a request did not come", address)
 
 
 def _limited(receive: Receive, most: int) -> Receive:

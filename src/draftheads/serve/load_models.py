@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from dataclasses import replace
+from os.path import realpath
 from pathlib import Path
 from threading import Thread
 from typing import Annotated
@@ -11,6 +12,7 @@ import torch
 from pydantic import Field
 
 from draftheads.checkpoints.checkpoint import resolve_head
+from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES
 from draftheads.checkpoints.registry import zoo_heads
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import compiler_for
@@ -121,9 +123,11 @@ def allowed_head(head: str, model: str, head_folder: Path | None = None) -> Path
     if head in known:
         return known[head]
     if head_folder is not None and _NAME.fullmatch(head):
-        root = user_path(head_folder).resolve()
-        folder = (root / head).resolve()  # a link may lead elsewhere
-        if folder.is_relative_to(root) and current(folder, "config.json").is_file():
+        root, folder = (Path(realpath(path)) for path in (user_path(head_folder), user_path(head_folder) / head))
+        files = [current(folder, name) for name in HEAD_FILES]
+        # a link may lead elsewhere, and realpath() returns one that leads to itself
+        outside = [path for path in (folder, *files) if not Path(realpath(path)).is_relative_to(root)]
+        if not outside and current(folder, CONFIG_FILE).is_file():
             return folder
     where = "start the server with --head-folder" if head_folder is None else "it is not in --head-folder"
     names = ", ".join(installed) or "none"

@@ -22,6 +22,7 @@ from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works
 
 logger = logging.getLogger(__name__)
+_STEP_SECONDS = 5.0  # for the step that is under way when the scheduler is closed
 _FINISHES = 32  # last ones, from which the rate of finishing is measured
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class Limits(CoreLimits):
     """
 
     kv_bytes: int
+    chunk_steps: int | None = 12
     max_waiting: int = 128
     """Requests that wait. One more is refused."""
 
@@ -45,6 +47,9 @@ class JobFailed:
 
     reason: Literal["error", "deadline", "shutdown", "device_lost"]
     message: str
+
+
+_SHUTDOWN = JobFailed("shutdown", "the server shut down before the answer was finished")
 
 
 @dataclass(eq=False)
@@ -94,6 +99,7 @@ class Scheduler:
     Attributes:
         lost: the reason why nothing is decoded any more, once the accelerator has failed.
         on_lost: called on the model thread when it has.
+        is_stuck: whether the model thread did not end when it had to.
     """
 
     def __init__(
@@ -111,7 +117,9 @@ class Scheduler:
         self._drain_until: float | None = None  # set when closing
         self.lost: DeviceLost | None = None
         self.on_lost: Callable[[], object] = bool
+        self.is_stuck = False
         self._thread: Thread | None = None
+        self._last_step = self._clock()
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -132,6 +140,8 @@ class Scheduler:
                 raise closed
             self._check_queue(job.client)
             self.core.add(job.request, job.lane, client=job.client, cache_salt=job.cache_salt)
+            if not self._live:
+                self._last_step = self._clock()
             self._live[job.request] = job  # after what may fail; its events wait for the lock
             self._changed.notify_all()
 
@@ -148,6 +158,11 @@ class Scheduler:
         with self._changed:
             return replace(self._counts, waiting=len(self.core.waiting))
 
+    @property
+    def stalled_seconds(self) -> float:
+        """Since the end of the last step, while there are jobs."""
+        return self._clock() - self._last_step if self._live else 0.0
+
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function on the model thread between two steps. Its future fails when the scheduler is closed."""
         future: Future[T] = Future()
@@ -160,15 +175,22 @@ class Scheduler:
         return future
 
     def close(self, *, drain_seconds: float) -> None:
-        """Takes no more jobs, finishes those that it has for so many seconds, and stops. The rest fail."""
+        """Takes no more jobs, finishes those that it has for so many seconds, and stops. The rest fail.
+
+        If a step does not end soon after that, its thread is left behind: ``is_stuck`` is true then.
+        """
         with self._changed:
             end = self._clock() + drain_seconds
             self._drain_until = end if self._drain_until is None else min(end, self._drain_until)
             self._changed.notify_all()
         if self._thread is None:
             self._end()
-        elif self._thread is not current_thread():
-            self._thread.join()
+        elif self._thread is not current_thread() and not self.is_stuck:
+            self._thread.join(drain_seconds + _STEP_SECONDS)
+            if self._thread.is_alive():
+                self.is_stuck = True
+                logger.critical("the model's thread is stuck in a step: its requests fail")
+                self._end(frees=False)
 
     def _check_queue(self, client: str) -> None:
         waiting = len(self.core.waiting)
@@ -233,6 +255,7 @@ class Scheduler:
         with self._changed:
             while not self._has_work() and self._drain_until is None:
                 self._changed.wait()
+            self._last_step = self._clock()
             return self._drain_until is None or (self._has_work() and self._clock() < self._drain_until)
 
     def _has_work(self) -> bool:
@@ -320,13 +343,13 @@ class Scheduler:
             for request in list(self._live):
                 self._deliver(request, failure)
 
-    def _end(self) -> None:
+    def _end(self, *, frees: bool = True) -> None:
         with self._changed:
-            shutdown = JobFailed("shutdown", "the server shut down before the answer was finished")
-            self._fail_all(self._lost_or(shutdown))
+            self._fail_all(self._lost_or(_SHUTDOWN))
             for _, future in self._calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(self._closed)
             self._calls.clear()
-            self._forget()
-            self._publish()
+            if frees:
+                self._forget()
+                self._publish()

@@ -98,6 +98,11 @@ class Service:
         """Why nothing is answered any more, if the accelerator has failed."""
         return None if self._scheduler is None else self._scheduler.lost
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests wait and the model has done nothing for too long."""
+        return self._scheduler is not None and self._scheduler.stalled_seconds > self.limits.stalled_seconds
+
     def model(self, name: str) -> ServedModel:
         """A served model."""
         _ = self.scheduler
@@ -155,9 +160,9 @@ class Service:
             await asyncio.to_thread(self._scheduler.close, drain_seconds=seconds)
 
     def close(self) -> bool:
-        """Stops the threads at once; unfinished answers fail. False if a request was read: its thread goes on."""
+        """Stops the threads at once; unfinished answers fail. False if one goes on: it reads a request, or is stuck."""
         self.phase = "draining"
         if self._scheduler is not None:
             self._scheduler.close(drain_seconds=0)
         self._trials.close()
-        return not self._threads
+        return not self._threads and not (self._scheduler is not None and self._scheduler.is_stuck)

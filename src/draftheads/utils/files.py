@@ -9,6 +9,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
-from draftheads.errors import DraftHeadsError, InvalidSettings, StorageError
+from draftheads.errors import CheckpointCorrupt, DraftHeadsError, InvalidSettings, StorageError
 
 _STORAGE_ERRNOS = frozenset(  # errors of the place, not of the program
     {
@@ -297,7 +298,11 @@ def current(folder: Path, name: str) -> Path:
 
 
 def read_set(folder: Path, names: Iterable[str], read: Callable[[], T]) -> T:
-    """What ``read`` returns or raises, called again if one of the files was replaced or moved meanwhile."""
+    """What ``read`` returns or raises, called again if one of the files was replaced or moved meanwhile.
+
+    Raises:
+        CheckpointCorrupt: one is a pipe, a device or a folder. It is not read.
+    """
     for _ in range(_MOST_READS):
         with contextlib.ExitStack() as opened:  # the number of an open file is not given to a new one
             before = [_identity(folder, name, opened) for name in names]
@@ -316,10 +321,12 @@ def _identity(folder: Path, name: str, opened: contextlib.ExitStack) -> tuple[Pa
     """Place, device and number of a file, which stays open; None if it cannot be opened."""
     for path in (folder / _INCOMING / name, folder / name):
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # else it waits for a pipe's writer
         except OSError:
             continue
         opened.callback(os.close, descriptor)
         facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise CheckpointCorrupt(f"{path} is not a regular file: put a file in its place")
         return path, facts.st_dev, facts.st_ino
     return None
