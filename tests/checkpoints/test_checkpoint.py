@@ -31,7 +31,6 @@ from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
     InvalidTree,
-    ModelNotFound,
     StorageError,
     UnknownMethod,
 )
@@ -381,11 +380,6 @@ def test_a_missing_or_damaged_file_is_named(
         path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
     with pytest.raises(CheckpointCorrupt, match=str(path)):
         load_head(folder, base)
-
-
-def test_a_missing_folder_is_named(base: TargetModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="nowhere: no such folder"):
-        load_head(tmp_path / "nowhere", base)
 
 
 class ComputingHead(MedusaHead):

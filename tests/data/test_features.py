@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draftheads.data import features
 from draftheads.data.features import FeatureStore, shard_path
@@ -104,25 +105,18 @@ def changed(key: str, value: object) -> Callable[[Path], object]:
     return change
 
 
-def shorten(folder: Path) -> None:
-    tensors = load_file(shard_path(folder, 1))
-    short = {**tensors, "loss_mask": tensors["loss_mask"][1:].clone()}
-    save_file(short, shard_path(folder, 1), metadata={"sources": '["", "", "", ""]'})
+def with_tensors(shard: int, change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(shard_path(folder, shard))
+        change(tensors)
+        sources = json.dumps([""] * len(tensors["lengths"]))
+        save_file(tensors, shard_path(folder, shard), metadata={"sources": sources})
+
+    return damage
 
 
-def with_nan(folder: Path) -> None:
-    tensors = load_file(shard_path(folder, 2))
-    tensors["hidden"][3, 5] = float("nan")
-    save_file(tensors, shard_path(folder, 2), metadata={"sources": '["", ""]'})
-
-
-def with_token(token: int) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        tensors = load_file(shard_path(folder, 1))
-        tensors["token_ids"][4] = token
-        save_file(tensors, shard_path(folder, 1), metadata={"sources": '["", "", "", ""]'})
-
-    return change
+def with_token(token: int) -> Callable[[Path], None]:
+    return with_tensors(1, lambda tensors: tensors["token_ids"][4].fill_(token))
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
@@ -133,8 +127,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (changed("colour", 1), "colour"),
     (changed("num_documents", 11), "10 texts in the shards"),
     (lambda folder: shard_path(folder, 1).write_bytes(b"x" * 99), "damaged shard"),
-    (shorten, "have sizes"),
-    (with_nan, "00002.*NaN or infinite hidden"),
+    (with_tensors(1, lambda tensors: tensors.update(loss_mask=tensors["loss_mask"][1:].clone())), "have sizes"),
+    (with_tensors(2, lambda tensors: tensors["hidden"][3, 5].fill_(torch.nan)), "00002.*NaN or infinite hidden"),
     *((with_token(token), "made of other texts or weights") for token in (-1, 7, 99_999)),
 ]
 

@@ -51,9 +51,10 @@ def test_texts_that_cannot_be_read_are_left_out_and_never_all_of_them(target: Ta
     path.write_text('{"messages": []}\n')
     with pytest.raises(DataError, match=r"1 text was left out: .*--data"):
         load_blocks(target.tokenizer, [path], **options)
-    assert known_texts([block], max(block.token_ids) + 1) == [block]
-    with pytest.raises(DataError, match="a token is not one of the model"):
-        known_texts([block], max(block.token_ids))
+    path.write_text("")
+    with pytest.raises(DataError, match="no text in"):
+        load_blocks(target.tokenizer, [path], **options)
+    assert known_texts([block], max(block.token_ids) + 1) == [block], "and no more are left out"
 
 
 def test_marks_and_masks_are_the_loss_mask(tmp_path: Path):

@@ -412,22 +412,17 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, target: Ta
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 1024}
-LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPE = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "yarn": YARN,
-    "llama3": LLAMA3,
-}
+ROPE: dict[str, dict[str, Any]] = {"default": {}, "linear": {"factor": 4.0}}
+ROPE |= {"yarn": {"factor": 4.0, "original_max_position_embeddings": 64}}
+ROPE |= {"llama3": {**LLAMA3, "original_max_position_embeddings": 1024}}
 
 
 @pytest.mark.parametrize("rope", ROPE)
 @torch.no_grad()
 def test_a_small_llama_is_an_ordinary_one(rope: str, tmp_path: Path) -> None:
     """A Llama of transformers with the same weights and positions."""
-    changes = {"rope_parameters": ROPE[rope], "max_position_embeddings": 256}
+    positions = {"rope_theta": 10000.0, **ROPE[rope], "rope_type": rope}
+    changes = {"rope_parameters": positions, "max_position_embeddings": 256}
     name = on_disk(tmp_path / "model", dtype=torch.bfloat16, **changes)
     target = TargetModel.load(name, dtype=torch.float32)
     head = tiny_head("small-llama", target, **target.layer_sizes, num_layers=2, draft_vocab_size=12)

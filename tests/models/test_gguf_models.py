@@ -167,6 +167,9 @@ ONES = torch.ones(4)
         ({"keys": {"{arch}.feed_forward_length": [48, 32]}}, r"feed_forward_length is \[48, 32\]"),
         ({"keys": {"{arch}.context_length": None}}, r"no field llama\.context_length"),
         ({"keys": {"{arch}.embedding_length": "32"}}, r"embedding_length is '32'"),
+        ({"sizes": {"num_hidden_layers": 2 * 10**9}}, r"llama\.block_count is 2000000000; it must lie in 1 … 21"),
+        ({"sizes": {"hidden_size": 4 * 10**9}}, r"\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
+        ({"sizes": {"num_attention_heads": 0}}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
         ({"family": "qwen2", "keys": {"{arch}.attention.sliding_window": 8}}, r"sliding_window None, and the file 8"),
         ({"family": "gemma3_text", "keys": {"{arch}.attention.sliding_window": None}}, r"no field .*sliding_window"),
         ({"family": "phi3", "keys": {"{arch}.rope.scaling.factor": 4.0}}, r"a phi3 model has only longrope"),
@@ -371,7 +374,7 @@ def test_files_in_other_forms_are_refused_with_their_name(tmp_path: Path) -> Non
         "version 1": (whole[:4] + struct.pack("<I", 1) + whole[8:], "version 1 of the format"),
         "big-endian": (whole[:4] + struct.pack(">I", 3) + whole[8:], "big-endian"),
         "another file": (b"PK" + whole[2:], "is damaged"),
-        "truncated": (whole[:-100], "is damaged"),
+        **{f"{size} bytes": (whole[:size], "is damaged") for size in (0, 10, len(whole) // 8, len(whole) - 100)},
     }
     for name, (content, words) in wrong.items():
         path.write_bytes(content)

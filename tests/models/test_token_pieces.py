@@ -36,21 +36,8 @@ WORLD = {
     **{kind: spanning(kind) for kind in ("lines", "sentencepiece")},
 }
 ATOMS = ["\n", "\n\n", " ", "   ", "\t", "the cat", " sat", "two", "one", "three", "}", "{", "123456", "é", "e\u0301"]
-ATOMS += [
-    "one\ntwo",
-    "two\nthree four",
-    "a}\n\n{b",
-    "日本語",
-    "。",
-    "🙂",
-    "'s",
-    "<eos>",
-    "</s>",
-    "\r\n",
-    "a" * 30,
-    "мир",
-    ".",
-]
+ATOMS += ["one\ntwo", "two\nthree four", "a}\n\n{b", "日本語", "。", "🙂", "'s", "<eos>", "</s>"]
+ATOMS += ["\r\n", "a" * 30, "мир", "."]
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,7 +20,6 @@ from draftheads.train import processes, run, run_folder
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report, verdict_of
 from draftheads.train.run_folder import RunFolder, find_checkpoint
-from draftheads.train.trainer import TrainingInterrupted
 from draftheads.utils.files import locked
 from fake_progress import FakeProgress
 from thorough import some
@@ -32,7 +30,6 @@ from training_world import (
     counting_chats,
     lines,
     stop_by_crash,
-    stop_by_ctrl_c,
     tensors,
     train_for,
     train_options,
@@ -41,14 +38,9 @@ from training_world import (
 
 pytestmark = pytest.mark.usefixtures("loaded")
 SAVE_STEPS = 4
-SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the random numbers of every step
-    "method": "medusa",
-    "num_heads": 2,
-    "draft_vocab_size": 48,
-    "noise_alpha": 75.0,
-    "batch_tokens": 224,
-    "save_steps": SAVE_STEPS,
-}
+# of a small run; noise makes it depend on the random numbers of every step
+SETTINGS: dict[str, Any] = {"method": "medusa", "num_heads": 2, "draft_vocab_size": 48, "noise_alpha": 75.0}
+SETTINGS |= {"batch_tokens": 224, "save_steps": SAVE_STEPS}
 
 
 def found_in(out: Path) -> dict[str, Any]:
@@ -88,21 +80,6 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- the same command always works ---
-
-
-def test_ctrl_c_saves_the_step_and_the_run_resumes(data: Path, whole: Path, tmp_path: Path):
-    settings, before = options(tmp_path / "out", data), signal.getsignal(signal.SIGINT)
-    with pytest.raises(TrainingInterrupted, match=r"stopped after step 6 of .*with --resume"):
-        run.train(settings, FakeProgress(6, stop_by_ctrl_c, stage="training"))
-    assert signal.getsignal(signal.SIGINT) is before
-    assert not (settings.out / "model.safetensors").exists()
-    with pytest.raises(InvalidSettings, match="add --resume"):
-        run.train(replace(settings, resume=False), FakeProgress())
-    reporter = FakeProgress()
-    torch.rand(7)  # whatever was drawn before must not matter
-    run.train(settings, reporter)
-    assert reporter.steps[0] == 7
-    assert found_in(settings.out) == found_in(whole)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
-from draftheads.train import run, trainer, training, training_data
+from draftheads.train import run, trainer, training
 from draftheads.train.trainer import StepLog
 from draftheads.train.training_data import Stage, staged_rate
 from fake_progress import FakeProgress
@@ -46,23 +46,6 @@ def test_the_rates_are_those_of_transformers(final: float):
         assert rate == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         scheduler.step()
-
-
-def test_a_large_step_is_several_batches_whose_predictions_weigh_the_same(
-    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(training_data, "MOST_BATCH_TOKENS", 128)
-    for name, size in (("one", 128), ("three", 384)):
-        changes = {"learning_rate": 1e-12, "batch_tokens": size, "num_heads": 1}
-        train_for(target, chat_options(tmp_path / name, data=(chats,), **changes))
-    one, three = lines(tmp_path / "one"), lines(tmp_path / "three")
-    assert len(three) == -(-len(one) // 3)
-    for step, line in enumerate(three[:-1]):
-        parts = one[3 * step : 3 * step + 3]
-        assert line["predictions"] == sum(part["predictions"] for part in parts)
-        total = sum(part["loss"] * part["predictions"] for part in parts)
-        assert line["loss"] == pytest.approx(total / line["predictions"], rel=1e-5)
-        assert line["grad_norm"] <= max(part["grad_norm"] for part in parts) * 1.001
 
 
 def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats: Path, tmp_path: Path):

@@ -147,21 +147,6 @@ def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book
     assert block.token_ids == (*target.tokenizer("w1 w2 w3")["input_ids"], EOS)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": 3}\n', r"bad\.jsonl.*1.*plain text is an object"),
-        ('{"text": "\\ud800"}\n', r"bad\.jsonl.*text holds half a character"),
-        ('{"messages": []}\n{"messages": []}\n', r"bad\.jsonl.*2.*chats go to --data"),
-        ("", "no text in"),
-    ],
-)
-def test_files_that_are_not_plain_text_are_refused(target: TargetModel, tmp_path: Path, content: str, message: str):
-    (tmp_path / "bad.jsonl").write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=message):
-        load_blocks(target.tokenizer, [tmp_path / "bad.jsonl"], eos_ids=target.eos_ids, length=8)
-
-
 def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     target: TargetModel, chats: Path, book: Path, tmp_path: Path
 ):
