@@ -10,9 +10,8 @@ from tokenizers import Tokenizer, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from byte_tokenizers import CORPUS, TOKENIZERS
-from draftheads.models import token_pieces as module
-from draftheads.models.chat_template import continuing_ids, ids_of
-from draftheads.models.token_pieces import token_pieces
+from draftheads.models import chat_template as module
+from draftheads.models.chat_template import continuing_ids, ids_of, token_pieces
 from spaced_tokenizer import spaced_tokenizer
 
 LINES = ["one\ntwo", "a}\n\n{b", "two\nthree four"] * 9 + CORPUS

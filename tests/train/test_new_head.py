@@ -172,9 +172,10 @@ def test_a_start_that_does_not_fit_fails_before_the_model_reads(
     assert message(method="amphista").endswith("heads of amphista start from amphista or medusa")
     assert "no head 'nowhere'" in message(start_from="nowhere")
     wide = chat_model(hidden_size=64)
-    assert f"--start-from {hydra}: made for tiny-chat with hidden_size 32, tiny-chat has 64" in message(wide)
+    words = f"--start-from {hydra}: trained for tiny-chat with hidden_size 32, this model, tiny-chat, has 64: start"
+    assert words in message(wide)
     longer = chat_model(vocab_size=len(VOCAB) + 8)
-    assert f"made for tiny-chat with vocab_size {len(VOCAB)}, tiny-chat has {len(VOCAB) + 8}" in message(longer)
+    assert f"with vocab_size {len(VOCAB)}, this model, tiny-chat, has {len(VOCAB) + 8}" in message(longer)
     other = TargetModel(chat_model().model, chat_tokenizer("{{ messages[0]['content'] }}"), "other-chat")
     other.tokenizer.add_tokens(["w0 w1"])
     assert "with tokenizer fingerprint" in message(other)

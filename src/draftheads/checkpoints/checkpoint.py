@@ -116,25 +116,20 @@ def save_head(
     profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
     check_profile(head.config, profile, folder / PROFILE_FILE)
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
-    texts = {
-        PROFILE_FILE: profile.to_json().rstrip("\n"),
-        CARD_FILE: (card or f"# {head.config.method} head for {shown_name(base.model_id)}").rstrip("\n"),
-        CONFIG_FILE: json.dumps(
-            {
-                "format_version": FORMAT_VERSION,
-                "method": head.config.method,
-                "head": head.config.options(),
-                "base": {"model_id": base.model_id, "fingerprints": asdict(base.fingerprints)},
-                "provenance": {**provenance(), **({"assumed": list(assumed)} if assumed else {})},
-                **({} if base.chat_template is None else {"chat_template": base.chat_template}),
-            },
-            indent=2,
-        ),
+    about = {
+        "format_version": FORMAT_VERSION,
+        "method": head.config.method,
+        "head": head.config.options(),
+        "base": {"model_id": base.model_id, "fingerprints": asdict(base.fingerprints)},
+        "provenance": {**provenance(), **({"assumed": list(assumed)} if assumed else {})},
+        **({} if base.chat_template is None else {"chat_template": base.chat_template}),
     }
+    card = card or f"# {head.config.method} head for {shown_name(base.model_id)}"
+    texts = {PROFILE_FILE: profile.to_json(), CARD_FILE: card, CONFIG_FILE: json.dumps(about, indent=2)}
     with (replaced_set if folder.is_dir() else atomic_directory)(folder) as staged:
         save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
         for name, text in texts.items():
-            (staged / name).write_text(text + "\n", encoding="utf-8")
+            (staged / name).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
 def load_head(

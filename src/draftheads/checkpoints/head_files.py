@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnknownMethod
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnknownMethod, first_line
 from draftheads.heads import check_method
 from draftheads.models.model_names import kind_of_folder
 from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
@@ -74,13 +74,11 @@ class HeadFiles:
     def num_bytes(self) -> int:
         return self.tensors_file.stat().st_size
 
-    def check(self, what: str, trained: object, given: object, model: str) -> None:
+    def check(self, what: str, trained: object, given: object, model: str, *, name: str = "", fix: str = "") -> None:
         """Raises :class:`CheckpointMismatch` if something of the model differs from what the head was trained with."""
         if trained != given:
-            raise CheckpointMismatch(
-                f"{self.folder}: trained for {self.model_id} with {what} {trained}, this model, {model}, has {given}: "
-                f"{self.fix_for(model)}"
-            )
+            differs = f"with {what} {trained}, this model, {model}, has {given}: {fix or self.fix_for(model)}"
+            raise CheckpointMismatch(f"{name or self.folder}: trained for {self.model_id} {differs}")
 
     def fix_for(self, model: str) -> str:
         """What to do where the head is not for this model."""
@@ -113,19 +111,10 @@ def _read(folder: Path, *, ignore_profile: bool) -> HeadFiles:
     except UnknownMethod as error:
         raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
     profile = AcceptanceProfile.assumed(1) if ignore_profile else read_profile(_present(current(folder, PROFILE_FILE)))
-    shapes, types = _read_header(current(folder, TENSORS_FILE))
-    return HeadFiles(
-        folder=folder,
-        method=raw["method"],
-        options=raw["head"],
-        model_id=base["model_id"],
-        base_prints=base["fingerprints"],
-        provenance=raw["provenance"],
-        profile=profile,
-        shapes=shapes,
-        types=types,
-        chat_template=raw["chat_template"],
-    )
+    shapes, types = read_header(_present(current(folder, TENSORS_FILE)))
+    same = {name: raw[name] for name in ("method", "provenance", "chat_template")}
+    of_base = {"model_id": base["model_id"], "base_prints": base["fingerprints"]}
+    return HeadFiles(**same, **of_base, folder=folder, options=raw["head"], profile=profile, shapes=shapes, types=types)
 
 
 def _check_is_head(folder: Path) -> None:
@@ -144,15 +133,15 @@ def _check_is_head(folder: Path) -> None:
         raise ModelNotFound(f"{folder} is {article} {kind}, not a draft head: give the folder of a trained head")
 
 
-def _read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Shapes and types of the saved tensors by name, from the file's header."""
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes and types of the tensors in a safetensors file by name, from its header."""
     try:
-        with safe_open(_present(path), framework="numpy") as file:
+        with safe_open(path, framework="numpy") as file:
             entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
             return shapes, {name: str(entry.get_dtype()) for name, entry in entries.items()}
     except (SafetensorError, OSError) as error:
-        raise CheckpointCorrupt(f"{path} is not a complete safetensors file: {error}") from None
+        raise CheckpointCorrupt(f"{path} is not a complete safetensors file: {first_line(error)}") from None
 
 
 def _present(path: Path) -> Path:

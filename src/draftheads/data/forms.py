@@ -240,11 +240,8 @@ def _conversation(line: Line, *, field: str) -> Mapping[str, Any]:
 
 
 def _has_words(message: Message) -> bool:
-    return bool(
-        message["content"].strip()
-        or message["role"] == "tool"
-        or message.keys() - {"role", "content", "name", "is_learned"}
-    )
+    more = message.keys() - {"role", "content", "name", "is_learned"}
+    return bool(message["content"].strip() or message["role"] == "tool" or more)
 
 
 def _text(line: Line, name: str) -> str:
@@ -254,9 +251,8 @@ def _text(line: Line, name: str) -> str:
     return value or ""
 
 
-_FORMS: Mapping[
-    str, tuple[tuple[str, ...], Callable[[Line], Mapping[str, Any]]]
-] = {  # the fields that a line must have
+_Form = tuple[tuple[str, ...], Callable[[Line], Mapping[str, Any]]]  # the fields that a line must have, and its reader
+_FORMS: Mapping[str, _Form] = {
     "HumanEval": (("task_id", "prompt", "entry_point", "test"), _human_eval),
     "CNN/DM": (("article", "highlights"), partial(_summary, article="article", summary="highlights")),
     "XSUM": (("document", "summary"), partial(_summary, article="document", summary="summary")),

@@ -24,9 +24,9 @@ from draftheads.models.chat_template import (
     ids_around,
     render,
     template_of,
+    token_pieces,
 )
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.models.token_pieces import token_pieces
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import Message, half_character
 

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from draftheads.errors import InvalidSettings
-from draftheads.models.token_pieces import token_pieces
+from draftheads.models.chat_template import token_pieces
 from draftheads.utils.files import user_path
 
 MAX_NGRAM = 4  # tokens of the longest n-gram that is looked up in a text

@@ -50,6 +50,7 @@ _ALWAYS: dict[str, Any] = {  # what ModelOpt's files may say of a head, and what
     "parallel_draft_step": 1,
 }
 _NORMS = {"fc_norm": "fc_norm.0", "norm_before_fc": "input_norm"}  # before fc: a key, and a tensor
+_FLAGS = ("norm_output", "norm_before_residual")  # of the configuration alone
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
 
@@ -96,10 +97,9 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, [*_KEYS, *(LAYER_KEYS if layer is given else ())], given)
     check_keys(source, LAYER_KEYS, {} if layer is given else layer, "transformer_layer_config.")
     check_keys(source, [*_KEYS, *_ALWAYS], of_eagle, "eagle_config.")
-    if others := [
-        f"{name} is {of_eagle[name]}" for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual
-    ]:
-        raise UnsupportedModel(f"{source.config_file}: {others[0]}, and heads of this kind cannot be read")
+    others = [name for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual]
+    reasons = {f"{name} is {of_eagle[name]}, and heads of this kind cannot be read": True for name in others}
+    refuse(reasons, UnsupportedModel, f"{source.config_file}: ")
     size = shapes["fc.weight"][0]
     sizes = layer_options(source, base, layer, size, prefix)
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
@@ -122,8 +122,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         **sizes,
         layers=layers,
         **flags,
-        norm_output=source.flag("norm_output"),
-        norm_before_residual=source.flag("norm_before_residual"),
+        **{name: source.flag(name) for name in _FLAGS},
         lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
         draft_vocab_size=num_tokens if is_trimmed else None,
         num_heads=_depth(source),
@@ -180,17 +179,15 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
         "hidden_size": config.state_size,
         "target_hidden_size": config.hidden_size,
         "draft_vocab_size": config.num_draft_tokens,
-        "norm_before_residual": config.norm_before_residual,
-        "fc_norm": config.fc_norm,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(config.layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.layers],
-        },
+        **_own_keys(config),
+        "eagle_config": {"use_aux_hidden_state": True, _IDS: [layer - 1 for layer in config.layers]},
     }
     return about, tensors
+
+
+def _own_keys(config: Any) -> dict[str, Any]:
+    """What a configuration says of the head beside its layer."""
+    return {**{name: getattr(config, name) for name in (*_NORMS, *_FLAGS)}, _IDS: list(config.layers)}
 
 
 def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Written:
@@ -198,15 +195,11 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
 
     ``name`` is the base model's, whose embedding is written if the head has none: the project starts from it.
     """
-    given, tensors = write_eagle3(head, target, prefix=_SPECULATORS)
+    _, tensors = write_eagle3(head, target, prefix=_SPECULATORS)
     config: Any = head.config
     layer = {"model_type": "llama", **llama_config(config, target), "hidden_size": config.state_size}
-    kept = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output", _IDS)
-    about = {
-        "architectures": ["Eagle3DraftModel"],
-        **speculators_config(config, layer, target, name),
-        **{key: given[key] for key in kept},
-    }
+    of_project = {"architectures": ["Eagle3DraftModel"], **speculators_config(config, layer, target, name)}
+    about = {**of_project, **_own_keys(config)}
     return about, {_EMBEDDING: target.weights.embedding.detach(), **tensors}
 
 

@@ -26,6 +26,12 @@ _WHOLE = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
 _OF_LAYER = {"input_norm": "attn_norm", "o_proj": "attn_output", "middle_norm": "ffn_norm"}
 _OF_LAYER |= {f"{part}_proj": f"attn_{part}" for part in "qkv"} | {f"{part}_norm": f"attn_{part}_norm" for part in "qk"}
 _OF_LAYER |= {f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+_OURS = {  # keys, and our options
+    "embedding_length": "hidden_size", "block_count": "num_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "norm_epsilon", "rope.freq_base": "rope_theta", "block_size": "block_size",
+    **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), "head_size"),
+}  # fmt: skip
 
 
 def write_dflash_gguf(head: DraftHead, target: TargetModel, _: str = "") -> Written:
@@ -60,20 +66,10 @@ def write_dflash_gguf(head: DraftHead, target: TargetModel, _: str = "") -> Writ
 def _keys(head: DraftHead, target: TargetModel, config: BlockConfig, *, is_dspark: bool) -> dict[str, Any]:
     """Sizes, what is read of the target, and its vocabulary, of which llama.cpp needs the size and the mask."""
     about = {
+        **{key: getattr(config, ours) for key, ours in _OURS.items()},
         "context_length": target.max_positions,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_size,
-        "attention.value_length": config.head_size,
-        "attention.layer_norm_rms_epsilon": config.norm_epsilon,
         "attention.scale": config.rope_scale**2 * config.head_size**-0.5,  # of turned queries and turned keys
-        "rope.dimension_count": config.head_size,
-        "rope.freq_base": config.rope_theta,
         "embedding_scale": float(head.embedding_scale),
-        "block_size": config.block_size,
         "target_layers": list(config.layers),
         **({"sample_from_anchor": config.is_shifted, "has_confidence_head": False} if is_dspark else {}),
     }

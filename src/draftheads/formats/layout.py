@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import check_names, weightless_head
-from draftheads.checkpoints.head_files import TENSORS_FILE
+from draftheads.checkpoints.head_files import TENSORS_FILE, read_header
 from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -113,11 +113,7 @@ class Source:
 
     def _shapes_in(self, file: Path) -> dict[str, tuple[int, ...]]:
         if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise CheckpointCorrupt(f"{file} is not a complete safetensors file: {first_line(error)}") from None
+            return read_header(file)[0]
         tensors = _tensors_in(file)
         self._pickled |= tensors
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -17,6 +17,10 @@ _OF_LAYER = (
 )
 
 
+_SAME_NAME = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rope_theta")
+_OURS = {name: name for name in (*_SAME_NAME, "vocab_size")}  # Llama's names of what our configurations say, and ours
+_OURS |= {"num_hidden_layers": "num_layers", "head_dim": "head_size", "attention_bias": "qkv_bias"}
+_OURS |= {"rms_norm_eps": "norm_epsilon"}
 LAYER_KEYS = {*_OF_LAYER, "hidden_act", "partial_rotary_factor", "sliding_window", "use_sliding_window", "layer_types"}
 
 
@@ -80,25 +84,15 @@ def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
     is_scaled = config.rope_frequencies is not None
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
     return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_size,
+        **{theirs: getattr(config, ours) for theirs, ours in _OURS.items()},
+        **{name: getattr(target.config, name, None) for name in ("bos_token_id", "eos_token_id")},
         "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
         "mlp_bias": False,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
         "max_position_embeddings": target.max_positions,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": getattr(target.config, "bos_token_id", None),
-        "eos_token_id": getattr(target.config, "eos_token_id", None),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     }
 
 

@@ -70,7 +70,7 @@ def source_of(file: Path | None, *, converts: bool = True) -> Path | None:
 
 def config_of_gguf(file: Path) -> Any:
     """The configuration of the model in a GGUF file; its tensors are not read."""
-    from draftheads.models.gguf_config import config_of  # noqa: PLC0415
+    from draftheads.models.gguf_architectures import config_of  # noqa: PLC0415
 
     return config_of(GgufFile(file))
 
@@ -118,8 +118,7 @@ def _convert(file: GgufFile, folder: Path, *, is_embedded: bool) -> None:
     """Writes the model of a GGUF file to ``folder`` in Hugging Face format."""
     from transformers import GenerationConfig  # noqa: PLC0415
 
-    from draftheads.models.gguf_config import config_of  # noqa: PLC0415
-    from draftheads.models.gguf_tensors import model_of  # noqa: PLC0415
+    from draftheads.models.gguf_architectures import config_of, model_of  # noqa: PLC0415
     from draftheads.models.gguf_tokenizer import end_ids, tokenizer_of  # noqa: PLC0415
 
     config = config_of(file)

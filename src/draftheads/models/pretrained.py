@@ -10,7 +10,8 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import product
 from os import PathLike
 from pathlib import Path
@@ -54,7 +55,6 @@ from draftheads.models.model_config import (
 )
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
 from draftheads.models.packed_weights import PackedWeights, load_packed
-from draftheads.models.wrappers import wrapper_class
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
@@ -65,9 +65,9 @@ ATTENTION = ("sdpa", "eager")  # kinds that take a mask of four dimensions, whic
 _OF_WHOLE_MODELS = ("four_bit", "quantization_config", "device_map")
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tensor
-_IGNORABLE = (  # buffers that models compute now, and heads beside the model that draft for it
-    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|\.num_batches_tracked$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
-)
+# buffers that models compute now, and heads beside the model that draft for it
+_IGNORABLE = r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$"
+_IGNORABLE += r"|\.num_batches_tracked$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
 
 
 class LoadOptions(TypedDict, total=False):
@@ -109,7 +109,7 @@ def load_pretrained(
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     check, trusted = given.pop("check", None), given.pop("trust_remote_code", False)
     packed, whole = given.pop("packed", None), given.pop("whole", False)
-    _check_options(device, **given)
+    _check_options(device, given)
     place, source = device_named(device), resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
     if check is not None or callable(dtype):
@@ -142,20 +142,15 @@ def load_pretrained(
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
 
 
-def _check_options(
-    device: Any,
-    *,
-    device_map: Any = None,
-    attn_implementation: Any = None,
-    quantization_config: Any = None,
-    four_bit: bool = False,
-) -> None:
+def _check_options(device: Any, given: Mapping[str, Any]) -> None:
     """Do the arguments of :func:`load_pretrained` go together?"""
-    if four_bit and quantization_config is not None:
+    names = ("device_map", "attn_implementation", "quantization_config")
+    device_map, attn_implementation, quantization_config = map(given.get, names)
+    if given.get("four_bit") and quantization_config is not None:
         kind = type(quantization_config).__name__
         raise InvalidSettings(f"four_bit is True and quantization_config is a {kind}: give one of them")
-    names = quantization_config if isinstance(quantization_config, dict) else dir(quantization_config)
-    if quantization_config is not None and "quant_method" not in names:
+    of_config = quantization_config if isinstance(quantization_config, dict) else dir(quantization_config)
+    if quantization_config is not None and "quant_method" not in of_config:
         raise InvalidSettings(
             f"quantization_config is {quantization_config!r}; give one of transformers, such as BitsAndBytesConfig(…)"
         )
@@ -176,9 +171,8 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
         raise MissingDependency("4-bit weights need bitsandbytes", pip_install="'draftheads[quantised]'")
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
 
 
 def _load_files(
@@ -373,14 +367,9 @@ def _as_our_errors(name: str) -> Iterator[None]:
 
 def check_quantisation(name: str, config: Any, given: Any = None, *, source: Path | str | None = None) -> bool:
     """Whether the files at ``source`` hold quantised weights, by a model's configuration."""
-    stored, wanted = (
-        quantisation if isinstance(quantisation, dict) else quantisation.to_dict() if quantisation else {}
-        for quantisation in (
-            getattr(config, "quantization_config", None)
-            or getattr(config.get_text_config(), "quantization_config", None),
-            given,
-        )
-    )
+    own = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
+    both = (next(filter(None, own), None), given)
+    stored, wanted = (each if isinstance(each, dict) else each.to_dict() if each else {} for each in both)
     if not stored and source is not None and (path := model_file(source, "hf_quant_config.json")):  # of ModelOpt
         try:
             written = json.loads(path.read_text(encoding="utf-8"))["quantization"]
@@ -448,9 +437,8 @@ def check_series(name: str, source: Path | str) -> None:
     for pattern, found in series.items():
         usual = Counter(found.values()).most_common(1)[0][0]
         shapes |= {f"{pattern.format(*place)} {tuple(shape)}" for place, shape in found.items() if shape != usual}
-        missing |= {
-            pattern.format(*place) for place in product(*map(set, zip(*found, strict=True))) if place not in found
-        }
+        places = product(*map(set, zip(*found, strict=True)))
+        missing |= {pattern.format(*place) for place in places if place not in found}
     _refuse(name, missing, set(), shapes, set())
 
 
@@ -468,3 +456,52 @@ def _stored(source: Path | str) -> dict[str, Tensor]:
     from transformers.modeling_utils import load_state_dict  # noqa: PLC0415 - slow to import
 
     return {key: tensor for file in weight_files(source) for key, tensor in load_state_dict(file, "meta").items()}
+
+
+# --- models that read more than text: their classes, made without what reads images and sounds ---
+
+
+def wrapper_class(config: Any, *, whole: bool = False) -> Any:
+    """The class of a model whose configuration has a text model in it; None for other models.
+
+    It leaves the towers out unless the ``whole`` model is asked for.
+    """
+    from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING  # noqa: PLC0415 - slow to import
+
+    is_text = config.get_text_config() is config or config.is_encoder_decoder
+    kind = None if is_text else MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    return kind if whole or kind is None else _without_towers(kind)
+
+
+@cache
+def _without_towers(kind: Any) -> Any:
+    """On the meta device, where models are made before their weights are read, towers take no memory."""
+
+    def make(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, config, *args, **options)
+        self.towers = _drop_towers(self)
+
+    return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
+
+
+def _drop_towers(model: Any) -> tuple[str, ...]:
+    """Removes the models inside a model that hold no part of its text model. Returns their names."""
+    from transformers import PreTrainedModel  # noqa: PLC0415 - slow
+
+    if (lm_head := model.get_output_embeddings()) is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no lm_head: give the folder of its text model")
+    text = {*model.get_decoder().modules(), lm_head}
+    models = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+    apart = [name for name, part in models.items() if text.isdisjoint(part.modules())]
+    towers = tuple(name for name in apart if not name.startswith(tuple(f"{other}." for other in apart)))
+    for name in towers:
+        parent, _, own = name.rpartition(".")
+        delattr(model.get_submodule(parent), own)
+    return towers
+
+
+def put_back_towers(model: Any, whole: Any) -> None:
+    """Gives a model without towers those of a whole one, so that all of it can be written."""
+    for name in model.towers:
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, whole.get_submodule(name))

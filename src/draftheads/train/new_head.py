@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors, weightless_head
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import Documents
-from draftheads.errors import CheckpointMismatch, InvalidSettings
+from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, HeadConfig
@@ -53,12 +53,9 @@ class Start:
             ("vocab_size", saved.config.vocab_size, target.vocab_size),
             ("tokenizer fingerprint", saved.fingerprints.tokenizer, target.fingerprints.tokenizer),
         )
-        for what, theirs, ours in facts:
-            if theirs != ours:
-                raise CheckpointMismatch(
-                    f"--start-from {name}: made for {saved.model_id} with {what} {theirs}, "
-                    f"{target.model_id} has {ours}: start from a head of this model or of a tuned copy"
-                )
+        for fact in facts:
+            fix = "start from a head of this model or of a tuned copy"
+            saved.check(*fact, target.model_id, name=f"--start-from {name}", fix=fix)
         return cls(name, saved, tensors)
 
     def vocab(self, size: int) -> Tensor | None:

@@ -251,11 +251,8 @@ def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random["cuda"] = torch.cuda.get_rng_state()
-    state = {
-        "learner": learner.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "random": gather_object([random]),  # of each process
-    }
+    state = {"learner": learner.state_dict(), "optimizer": optimizer.state_dict()}
+    state["random"] = gather_object([random])  # of each process
     if processes.is_first():
         _write(folder, "checkpoint", step, state)
 

@@ -36,8 +36,7 @@ from draftheads.models.model_names import (
     find_adapter,
     kind_of_folder,
 )
-from draftheads.models.pretrained import cast_weights, load_pretrained, stored_dtype, with_adapter
-from draftheads.models.wrappers import put_back_towers
+from draftheads.models.pretrained import cast_weights, load_pretrained, put_back_towers, stored_dtype, with_adapter
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.learner import LowRankUpdate
 from draftheads.train.losses import CHUNK_SIZE, precedes_answer

@@ -1,11 +1,13 @@
-"""The configuration of the model in a GGUF file. Each key of its architecture is used, has no effect, or is refused.
+"""The model in a GGUF file: each key of its architecture, and each tensor, is used, has no effect, or is refused.
 
 The keys are those of llama.cpp. Where a file leaves one out, llama.cpp's default holds and not that of
-``transformers``. The first part of a key is the architecture, which the tables here leave out.
+``transformers``. The first part of a key is the architecture, which the tables here leave out. The names of tensors are
+those of the package ``gguf``.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from draftheads.errors import UnsupportedModel, first_line
 from draftheads.models.gguf_files import GgufFile
-from draftheads.utils.messages import printable, short
+from draftheads.utils.counts import counted
+from draftheads.utils.messages import first_names, printable, short
 
 
 class Architecture(NamedTuple):
@@ -65,7 +68,7 @@ _SIZES_OF_HEADS = "attention.key_length attention.value_length attention.key_len
 _SIZES_OF_HEADS += "rope.dimension_count rope.dimension_count_swa"
 _NOTES = ("tensor_data_layout", "rope.scaling.finetuned")  # keys that change nothing
 _QKV, _MLP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up", "ffn_down")
-BIASES = {  # attributes that are True if one of these layers has a bias
+_BIASES = {  # attributes that are True if one of these layers has a bias
     "attention_bias": (*_QKV, "attn_output"), "mlp_bias": _MLP, "qkv_bias": _QKV, "use_qkv_bias": _QKV,
     **dict.fromkeys(("use_bias", "bias"), (*_QKV, "attn_qkv", "attn_output", *_MLP)),
 }  # fmt: skip
@@ -112,15 +115,14 @@ class _Keys:
 
     def values(self) -> dict[str, Any]:
         """The attributes of the configuration."""
-        values = dict(self._architecture.defaults)
-        for key, attributes in (_NEEDED | _OPTIONAL).items():
-            names = [name for name in attributes.split() if hasattr(self._usual, name)]
-            if names and (value := self._take(key)) is not None:
-                values[names[0]] = value
-        for key, attributes in _NEEDED.items():
-            names = [name for name in attributes.split() if hasattr(self._usual, name)]
-            if names and names[0] not in values:
-                raise UnsupportedModel(f"there is no field {self._file.architecture}.{key}")
+        known = {
+            key: next((name for name in attributes.split() if hasattr(self._usual, name)), None)
+            for key, attributes in (_NEEDED | _OPTIONAL).items()
+        }
+        taken = {name: value for key, name in known.items() if name and (value := self._take(key)) is not None}
+        values = {**self._architecture.defaults, **taken}
+        if missing := [key for key in _NEEDED if known[key] and known[key] not in values]:
+            raise UnsupportedModel(f"there is no field {self._file.architecture}.{missing[0]}")
         heads = values["num_attention_heads"]
         head_size = usual_size = values["hidden_size"] // heads
         if self._kind not in _FIXED_HEADS:
@@ -187,7 +189,7 @@ class _Keys:
         """What the file says by the tensors that it has."""
         file = self._file
         ends = {name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.")}
-        own = {name: parts for name, parts in BIASES.items() if hasattr(self._usual, name)}
+        own = {name: parts for name, parts in _BIASES.items() if hasattr(self._usual, name)}
         found: dict[str, Any] = {name: any(f"{part}.bias" in ends for part in parts) for name, parts in own.items()}
         found["vocab_size"] = file.shape("token_embd.weight")[0]
         found["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -260,3 +262,102 @@ def llama3(factors: Tensor, theta: float, size: int) -> dict[str, Any]:
             found = {"factor": greatest, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
     raise UnsupportedModel("rope_freqs.weight has other factors than the rotary positions of Llama-3")
+
+
+# --- the weights: what llama.cpp's converter changes in a family's tensors is undone ---
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# factors of rotary positions, which the configuration has; and frequencies in old files, which follow from it
+_NOT_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+_TURNED = {"llama", "mistral", "mixtral", "granite"}  # queries and keys have llama.cpp's order of rows
+_FROM_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}  # norms multiply by 1 + w, in files by w
+
+
+def model_of(file: GgufFile, config: Any, advance: Callable[[], None]) -> Any:
+    """The model of a configuration with the weights of a file; ``advance`` is called after each tensor.
+
+    Matrices that are all in fp32, fp16 or bf16 keep that type; of several types they become fp32, quantised ones bf16.
+
+    Raises:
+        UnsupportedModel: tensors are missing, left over, or of another shape.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+    dtypes = {_DTYPES.get(tensor.tensor_type.name) for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    dtype = torch.bfloat16 if None in dtypes else dtypes.pop() if len(dtypes) == 1 else torch.float32
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    places = _places(file, model)
+    _check(file, config, {part for parts in places.values() for part in parts})
+    tensors: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if parts := places[name]:  # none of a weight that is tied
+            try:
+                tensor = torch.cat([_undone(file, part, config) for part in parts], dim=1 if len(parts) > 1 else 0)
+            except (RuntimeError, ValueError) as error:
+                raise UnsupportedModel(f"{file.name}: {parts[0]} has another shape: {first_line(error)}") from error
+            if tensor.shape != weight.shape:
+                shape, wanted = tuple(tensor.shape), tuple(weight.shape)
+                raise UnsupportedModel(f"{file.name}: {', '.join(parts)} has the shape {shape}, not {wanted}")
+            tensors[name] = tensor.to(dtype)
+            for _ in parts:
+                advance()
+    for name in model.state_dict().keys() - tensors.keys():
+        tensors[name] = tensors[next(each for each, parts in places.items() if "token_embd.weight" in parts)]
+    model.load_state_dict(tensors, assign=True)
+    model.tie_weights()
+    return model
+
+
+def _places(file: GgufFile, model: Any) -> dict[str, list[str]]:
+    """The tensors of the file that make each weight of the model; none of a weight that is tied."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map  # noqa: PLC0415
+
+    known = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(known[file.architecture], model.config.num_hidden_layers)
+    places = {}
+    for name in model.state_dict():
+        if name == "lm_head.weight":
+            places[name] = [] if model.config.tie_word_embeddings else ["output.weight"]
+        elif name.endswith("experts.gate_up_proj"):
+            block = re.findall(r"\d+", name)[0]
+            places[name] = [f"blk.{block}.ffn_{part}_exps.weight" for part in ("gate", "up")]
+        else:
+            own = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+            places[name] = [own if own.endswith((".weight", ".bias")) else f"{own}.weight"]
+    return places
+
+
+def _check(file: GgufFile, config: Any, wanted: set[str]) -> None:
+    """Refuses tensors that are left over or missing. A layer that has a bias in no block may lack it: it is zero."""
+    have = set(file.tensors)
+    if left := {name for name in have - wanted if not _NOT_WEIGHTS.fullmatch(name)}:
+        what = f"a {file.architecture} model with {counted(len(left), 'tensor')} that no part of it takes"
+        raise file.refused(f"has {what}: {first_names(left)}")
+    optional = {f"{part}.bias" for name, parts in _BIASES.items() if hasattr(config, name) for part in parts}
+    optional -= {name.split(".", 2)[-1] for name in have}
+    if missing := {name for name in wanted - have if name.split(".", 2)[-1] not in optional}:
+        raise file.refused(f"has no tensor for {first_names(missing)}")
+
+
+def _undone(file: GgufFile, name: str, config: Any) -> Tensor:
+    """A tensor as ``transformers`` has it."""
+    kind, heads, part = config.model_type, config.num_attention_heads, name.split(".")[-2]
+    if name not in file.tensors:
+        return torch.zeros(file.shape(f"{name.removesuffix('bias')}weight")[0])
+    tensor = file.tensor(name)
+    if part == "ffn_gate_inp_shexp":
+        return tensor.view(1, -1)
+    if kind in _TURNED and part in ("attn_q", "attn_k"):
+        rows = heads if part == "attn_q" else config.num_key_value_heads
+        tensor = tensor.view(rows, len(tensor) // rows // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
+    elif kind in _FROM_ONE and name.endswith("norm.weight"):
+        tensor = tensor - 1.0
+    elif kind == "gpt2" and tensor.ndim == 2 and part.startswith(("attn", "ffn")):
+        tensor = tensor.T
+    elif kind == "falcon" and part == "attn_qkv":  # here each group has its queries, its key and its value
+        groups = config.num_kv_heads
+        size = len(tensor) // (heads + 2 * groups)
+        blocks = tensor.split((heads * size, groups * size, groups * size))
+        tensor = torch.cat([each.view(groups, -1, *tensor.shape[1:]) for each in blocks], dim=1).reshape(tensor.shape)
+    return tensor
