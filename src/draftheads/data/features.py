@@ -57,6 +57,10 @@ class StoreMeta:
     dtype: str = "bfloat16"
     format_version: int = FORMAT_VERSION
 
+    def __str__(self) -> str:
+        texts, tokens = counted(self.num_documents, "text"), counted(self.num_tokens, "token")
+        return f"{texts} ({tokens}, {self.model_id}, fingerprint {self.fingerprint})"
+
 
 @dataclass(frozen=True)
 class Document:
@@ -268,12 +272,8 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
     if there is None:
         write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
     elif there != meta:
-        raise DataError(
-            f"{folder} holds features of {counted(there.num_documents, 'text')} ({counted(there.num_tokens, 'token')}, "
-            f"{there.model_id}, fingerprint {there.fingerprint}) but the data and settings give "
-            f"{counted(meta.num_documents, 'text')} ({counted(meta.num_tokens, 'token')}, {meta.model_id}, fingerprint "
-            f"{meta.fingerprint}): name another folder or delete this one"
-        )
+        fix = "name another folder or delete this one"
+        raise DataError(f"{folder} holds features of {there} but the data and settings give {meta}: {fix}")
 
 
 def build_shards(
@@ -288,17 +288,15 @@ def build_shards(
 
     ``share`` is as for :func:`missing_shards`.
     """
-    meta = read_meta(folder)
+    meta, missing = read_meta(folder), missing_shards(texts, folder, share)
     assert meta is not None, "a store is claimed before it is built"
-    layers = meta.layers
-    missing = missing_shards(texts, folder, share)
     total = sum(map(_num_tokens, _parts(texts)[share[0] :: share[1]]))
     done = total - sum(map(_num_tokens, missing.values()))
     progress.progress(done, total)
     for index, part in missing.items():
         hidden = []
         for text in part:
-            hidden.append(read_alone(target, torch.tensor(text.token_ids), layers))
+            hidden.append(read_alone(target, torch.tensor(text.token_ids), meta.layers))
             done += len(text.token_ids)
             progress.progress(done, total)
         tensors = {

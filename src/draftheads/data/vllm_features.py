@@ -171,22 +171,17 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
     if unread:
         warnings.warn(f"{folder}: tensors {', '.join(sorted(unread))} are not read", DataWarning, stacklevel=3)
     files.sort()
-    of_texts: list[Path] = []
-    missing: list[int] = []
-    for index, token_ids in enumerate(store.token_ids):
-        key = _key(token_ids)
-        place = bisect_left(files, key, key=itemgetter(0))  # the first of those that begin with the key, if any does
-        if place < len(files) and files[place][0].startswith(key):
-            of_texts.append(files[place][1])
-        else:
-            missing.append(index)
-    if missing:
+    keys = list(map(_key, store.token_ids))
+    places = [bisect_left(files, key, key=itemgetter(0)) for key in keys]  # where a file that begins so would be
+    of_texts = [files[min(place, len(files) - 1)] for place in places]
+    pairs = enumerate(zip(of_texts, keys, strict=True))
+    if missing := [index for index, ((own, _), key) in pairs if not own.startswith(key)]:
         source = store.sources[missing[0]]
         raise DataError(
             f"{folder} has no hidden states of {counted(len(missing), 'text')} of {len(store)}, the first is {source}: "
             "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
         )
-    return of_texts
+    return [path for _, path in of_texts]
 
 
 def _key(token_ids: Tensor) -> bytes:

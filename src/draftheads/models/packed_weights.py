@@ -25,7 +25,7 @@ from draftheads.cpu.native_library import FILE, load_library
 from draftheads.cpu.optimise import RoundedEmbedding, restore
 from draftheads.errors import CacheWarning, InvalidSettings, StorageError, first_line
 from draftheads.models.fingerprint import WeightFacts
-from draftheads.utils.cache import PARTS, cache_folder
+from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import byte_size
 from draftheads.utils.files import write_atomic
 from draftheads.utils.provenance import installed_version, processor
@@ -78,15 +78,6 @@ class PackedWeights:
         """Of the weights that were found."""
         return WeightFacts(torch.float32, f"int{self.bits}", *self.found["fingerprints"]) if self.found else None
 
-    def state(self, skeleton: Any) -> dict[str, Tensor]:
-        """For a stock model on no device: its small weights, and zeros without memory in place of the packed ones."""
-        assert self.found is not None
-        state, zero = dict(self.found["state"]), torch.zeros(())
-        name = self.found["embedding"]
-        if isinstance(name, str) and state[name].dtype != torch.float32:
-            del state[name]  # the stock model would convert it
-        return {**{name: zero.expand(weight.shape) for name, weight in skeleton.named_parameters()}, **state}
-
     def give(self, model: Any) -> None:
         """Gives a model of that state its fast modules."""
         assert self.found is not None
@@ -109,13 +100,13 @@ class PackedWeights:
             place: Any = products.index(embedding.product)
         else:
             place = next(name for name, weight in model.named_parameters() if weight is embedding.weight)
-        fingerprints = facts.weights_fingerprint, facts.layers_fingerprint
-        content = {"key": self._key, "fingerprints": fingerprints, "embedding": place}
         # a tied lm_head names the embedding again
         state = {name: each for name, each in model.state_dict().items() if not name.endswith(".tied")}
-        content |= {"state": state, "products": [product.saved() for product in products]}
+        content = {"key": self._key, "embedding": place, "state": state}
+        content["products"] = [product.saved() for product in products]
+        content["fingerprints"] = facts.weights_fingerprint, facts.layers_fingerprint
         content["checksum"] = _checksum(content)
-        size = sum(each.nbytes for each in state.values()) + sum(each.nbytes for each in products)
+        size = sum(each.nbytes for each in (*state.values(), *products))
         try:
             if _has_room(self._path().parent, size):
                 write_atomic(self._path(), lambda file: torch.save(content, file), flush=False)
@@ -152,9 +143,14 @@ def load_packed(config: Any, packed: PackedWeights, generation: Any, **options: 
     """A model with the small weights that the cache has, and transformers' report of it; None if they do not fit."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
 
+    assert packed.found is not None
     with torch.device("meta"):
         skeleton: Any = AutoModelForCausalLM.from_config(config)
-    options |= {"config": skeleton.config, "state_dict": packed.state(skeleton), "ignore_mismatched_sizes": True}
+    small, embedding, zero = packed.found["state"], packed.found["embedding"], torch.zeros(())
+    state = {name: zero.expand(weight.shape) for name, weight in skeleton.named_parameters()}  # without memory
+    # the stock model would convert an embedding of another type
+    state |= {name: each for name, each in small.items() if name != embedding or each.dtype == torch.float32}
+    options |= {"config": skeleton.config, "state_dict": state, "ignore_mismatched_sizes": True}
     model, report = type(skeleton).from_pretrained(None, output_loading_info=True, **options)
     if any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         packed.found = None  # the family has other names in memory than in files
@@ -180,16 +176,16 @@ def _sums(value: Any) -> str:
 
 def _has_room(folder: Path, size: int) -> bool:
     """Whether a file of so many bytes may be kept, after the oldest ones were deleted if there are too many."""
-    part = next(part for part in PARTS if part.name == folder.name)
-    kept = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in part.paths(folder.parent))
+    kept = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in folder.glob("*.packed"))
     used = sum(num_bytes for _, num_bytes, _ in kept)
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     most = min(_MOST_BYTES, (shutil.disk_usage(place).free + used) // 2)
     if size > most:
         logger.info("packed weights (%s) are not kept: the cache may have %s", byte_size(size), byte_size(most))
-    for _, num_bytes, path in kept if size <= most else ():
-        if used + size > most:
-            path.unlink(missing_ok=True)
-            used -= num_bytes
-            logger.info("%s was deleted: the cache may have %s of packed weights", path, byte_size(most))
-    return size <= most
+        return False
+    while used + size > most:
+        _, num_bytes, path = kept.pop(0)
+        path.unlink(missing_ok=True)
+        used -= num_bytes
+        logger.info("%s was deleted: the cache may have %s of packed weights", path, byte_size(most))
+    return True
