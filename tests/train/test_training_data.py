@@ -109,6 +109,16 @@ def test_heads_are_measured_on_some_of_many_held_out_texts(
     assert set(few.training).isdisjoint(held_out), "those that are not measured are not trained on, either"
 
 
+def test_a_large_step_is_several_batches(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training_data, "MOST_BATCH_TOKENS", 128)
+    store = LiveStore(target, load_texts(target, [chats], max_length=64))
+    data = plan_training(store, chat_options(tmp_path, data=(chats,), batch_tokens=300))
+    assert (data.batches_per_step, len(data.plan) % 3, data.num_steps) == (3, 0, len(data.plan) // 3)
+    assert 64 < max(sum(store.lengths[i] for i in batch) for batch in data.plan) <= 100
+
+
 def test_hidden_states_take_at_most_half_of_the_free_disk(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -169,11 +169,10 @@ class FeatureStore(Documents):
         of = zip(self.token_ids, self.loss_masks, self.is_plain, strict=True)
         texts = [EncodedChat(tuple(ids.tolist()), tuple(mask.tolist()), is_plain=plain) for ids, mask, plain in of]
         if (now := fingerprint_of(target, texts)) != self.fingerprint:
-            raise DataError(
-                f"{self.folder} was made of other texts or weights, or in another precision, than its shards and "
-                f"{target.model_id} ({target.dtype}) have now (fingerprint {self.fingerprint}, now {now}): "
-                "name another folder or delete this one"
-            )
+            made = f"made of other texts or weights, or in another precision, by {self.meta.model_id}"
+            own = f"its shards and {target.model_id} ({target.dtype})"
+            prints = f"fingerprint {self.fingerprint}, and now {now} of {own}"
+            raise DataError(f"{self.folder} was {made} ({prints}): name another folder or delete this one")
 
     def _open(self, index: int) -> None:
         path = shard_path(self.folder, index)

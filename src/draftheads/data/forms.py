@@ -101,7 +101,7 @@ def _question(line: Line) -> Mapping[str, Any]:
 def _said(line: Line, name: str, role: str) -> list[Message]:
     """What one side says in a field: a text, or a list of messages."""
     if isinstance(value := json_value(line[name]), list) and value and all(isinstance(turn, Mapping) for turn in value):
-        return _messages(line, name, value)
+        return inner_messages(line, name, value)
     return [{"role": role, "content": _text(line, name)}]
 
 
@@ -115,10 +115,7 @@ def _history(line: Line) -> list[Message]:
     pairs = json_value(line.get("history")) or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise DataError(f"history is {short(repr(pairs))}; it must be a list of pairs of a question and its answer")
-    sides = ("user", "assistant")
-    return messages_of(
-        [{"role": side, "content": text} for pair in pairs for side, text in zip(sides, pair, strict=True)]
-    )
+    return messages_of([{"user": question, "assistant": answer} for question, answer in pairs])
 
 
 def _summary(line: Line, *, article: str, summary: str) -> Mapping[str, Any]:
@@ -143,7 +140,7 @@ def messages_of(turns: Sequence[Any]) -> list[Message]:
     return messages
 
 
-def _messages(line: Line, name: str, turns: Sequence[Any]) -> list[Message]:
+def inner_messages(line: Line, name: str, turns: Sequence[Any]) -> list[Message]:
     """The messages in a field of a line, which notes what is not read of them."""
     return messages_of([line.inner(name, turn) if isinstance(turn, Mapping) else turn for turn in turns])
 
@@ -225,7 +222,7 @@ def _conversation(line: Line, *, field: str) -> Mapping[str, Any]:
         if len(marks := line[name]) != len(turns):
             raise UnlearnableChat(f"{name} has {len(marks)} values for {len(turns)} messages")
         turns = [{**turn, name: mark} for turn, mark in zip(turns, marks, strict=True)]
-    messages = _messages(line, field, turns)
+    messages = inner_messages(line, field, turns)
     system = [message for message in messages if message["role"] in ("system", "developer")]
     said = messages
     if field != "messages":

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from draftheads.data.files import KINDS, is_known, read_lines
-from draftheads.data.forms import KNOWN_FORMS, is_learned, json_value, messages_of, own_form
+from draftheads.data.forms import KNOWN_FORMS, inner_messages, is_learned, json_value, own_form
 from draftheads.data.lines import LeftOut, Line, Row, leave_out, none_left, noted, usable
 from draftheads.errors import (
     DataError,
@@ -338,7 +338,7 @@ def _conversation(value: Any, forms: Sequence[str]) -> Record | None:
         return None
     if is_text:
         items = [{"role": "user", "content": item} for item in items]
-    messages = messages_of([fields.inner(form, item) if isinstance(item, dict) else item for item in items])
+    messages = inner_messages(fields, form, items)
     if "finished" in fields:
         fields.read |= {*_MADE}
     return Record(

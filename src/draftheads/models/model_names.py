@@ -56,12 +56,7 @@ def resolve_model(name: str, *, converts: bool = True) -> Path | str:
     folder = user_path(model_name(name))
     if (file := find_gguf_file(folder)) is not None and (source := source_of(file, converts=converts)) is not None:
         return source
-    if folder.exists():
-        adapter = find_adapter(folder)
-        if adapter is None:
-            _check_is_model(name, folder)
-        return adapter or folder
-    return _resolve_on_hub(name)
+    return _place_of(name, folder) if folder.exists() else _resolve_on_hub(name)
 
 
 def check_model(name: str) -> None:
@@ -71,8 +66,8 @@ def check_model(name: str) -> None:
         folder = user_path(name)
         if not folder.exists() and "/" not in name:  # perhaps a wrong word
             _resolve_on_hub(name)
-        elif folder.exists() and find_adapter(folder) is None:
-            _check_is_model(name, folder)
+        elif folder.exists():
+            _place_of(name, folder)
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -143,7 +138,10 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
     return "model" if {"model_type", "architectures"} & set(config) else None
 
 
-def _check_is_model(name: str, folder: Path) -> None:
+def _place_of(name: str, folder: Path) -> Path:
+    """The adapter in a folder, or the folder itself, if it has a model."""
+    if (adapter := find_adapter(folder)) is not None:
+        return adapter
     if kind_of_folder(folder) == "draft head":
         config = json_in(current(folder, "config.json"))
         base = config["base"].get("model_id") if isinstance(config["base"], dict) else None
@@ -153,6 +151,7 @@ def _check_is_model(name: str, folder: Path) -> None:
     if find_gguf_file(folder) is None and not (folder / "config.json").is_file():
         raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
     check_config(folder)
+    return folder
 
 
 def json_in(path: Path) -> dict[str, Any]:

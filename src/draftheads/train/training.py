@@ -43,7 +43,7 @@ from draftheads.train.trainer import Steps, TrainingInterrupted, fit, head_optim
 from draftheads.train.training_data import (
     MOST_BATCH_TOKENS,
     TrainingData,
-    finished_features,
+    checked_store,
     plan_training,
     read_texts,
     staged_rate,
@@ -165,7 +165,7 @@ class Run:
         options, target = self.options, self.target
         layers = layers_read(options, target)
         if not self.has_texts:
-            return self.claim(plan_training(finished_features(target, options, layers), options))
+            return self.claim(plan_training(checked_store(target, options.features, layers), options))
         self.progress.stage("reading data")
         texts = read_texts(target, options, self.left_out)
         data = self.claim(plan_training(LiveStore(target, texts), options))

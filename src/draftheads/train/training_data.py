@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, 
 from draftheads.data.features import Documents, FeatureStore, LiveStore, build_shards, claim, has_room, read_meta
 from draftheads.data.texts import EncodedChat, known_texts, limited, load_blocks, load_texts
 from draftheads.data.vllm_features import ExtractedStore
-from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
@@ -98,21 +98,13 @@ def with_hidden_states(
     processes.wait()  # no process writes into a folder that holds something else
     build_shards(target, texts, folder, progress, share=(processes.number(), processes.count()))
     processes.wait()
-    store = FeatureStore(folder, layers)
-    store.check(target)
-    return store
+    return checked_store(target, folder, layers)
 
 
-def finished_features(target: TargetModel, options: TrainOptions, layers: Sequence[int]) -> FeatureStore:
-    """The store of a run without texts."""
-    folder = options.features
+def checked_store(target: TargetModel, folder: Path | None, layers: Sequence[int]) -> FeatureStore:
+    """A complete store of this target's hidden states; that of a run without texts is given."""
     assert folder is not None, "options without texts have features"
     store = FeatureStore(folder, layers)
-    if (store.meta.model_id, store.meta.hidden_size) != (target.model_id, target.hidden_size):
-        raise DataError(
-            f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
-            f"not of {target.model_id} (size {target.hidden_size})"
-        )
     store.check(target)
     return store
 
