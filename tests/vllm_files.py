@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 
 from draftheads.data.texts import EncodedChat
-from draftheads.data.vllm_features import last_norm
 from draftheads.models.model import TargetModel
 
 
@@ -19,7 +18,7 @@ def extract_as_vllm(
     for number, text in enumerate(texts):
         token_ids = torch.tensor([*text.token_ids, *[5] * further])
         before_norm: list[torch.Tensor] = []
-        note = last_norm(target).register_forward_pre_hook(lambda _, args, to=before_norm: to.append(args[0]))
+        note = target.final_norm.register_forward_pre_hook(lambda _, args, to=before_norm: to.append(args[0]))
         with torch.inference_mode():
             found = target.decoder(input_ids=token_ids[None], use_cache=False, output_hidden_states=True).hidden_states
         note.remove()

@@ -47,7 +47,9 @@ class ExtractedStore(LiveStore):
         """
         super().__init__(target, texts, layers)
         self._files = _files_of(self, folder)
-        self._norm = last_norm(target)
+        if (norm := target.final_norm) is None:
+            raise UnsupportedModel(f"{target.model_id} has no known last norm, which outputs of the last layer need")
+        self._norm: nn.Module = norm
         self._places = self._find_places()
         self._check_each()
 
@@ -120,27 +122,6 @@ class ExtractedStore(LiveStore):
                 "eagle_aux_hidden_state_layer_ids when you extract"
             )
         return differences.index(least)
-
-
-def last_norm(target: TargetModel) -> nn.Module:
-    """The module whose output is h_t."""
-    calls: list[tuple[nn.Module, Tensor]] = []
-
-    def note(module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            calls.append((module, output))
-
-    leaves = [module for module in target.decoder.modules() if not list(module.children())]
-    handles = [module.register_forward_hook(note) for module in leaves]
-    try:
-        last = target.hidden_states(torch.zeros(1, 2, dtype=torch.long, device=target.device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    for module, output in reversed(calls):
-        if output.numel() == last.numel() and torch.equal(output.reshape(last.shape), last):
-            return module
-    raise UnsupportedModel(f"{target.model_id}: no last norm is found, which the outputs of the last layer need")
 
 
 def _difference(states: Tensor, expected: Tensor) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from draftheads.errors import GenerationWarning
 from draftheads.models.gguf_files import GgufFile, parts_of
@@ -66,13 +65,6 @@ def source_of(file: Path | None, *, converts: bool = True) -> Path | None:
         return folder
     source = file or find_gguf()
     return _converted(source, folder, name=name, is_embedded=file is None) if source and converts else source
-
-
-def config_of_gguf(file: Path) -> Any:
-    """The configuration of the model in a GGUF file; its tensors are not read."""
-    from draftheads.models.gguf_architectures import config_of  # noqa: PLC0415
-
-    return config_of(GgufFile(file))
 
 
 def _converted(source: Path, folder: Path, *, name: str, is_embedded: bool) -> Path:

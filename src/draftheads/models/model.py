@@ -56,6 +56,8 @@ from draftheads.models.pretrained import LoadOptions, check_quantisation, load_p
 from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
 
+_NORMS = (*FINAL_NORMS, "norm_f", "final_layernorm", "embedding_norm", "layer_norm")  # after the last layer
+
 
 @dataclass
 class StepMode:
@@ -305,6 +307,11 @@ class TargetModel:
         """The model below the lm_head."""
         return self.model.get_decoder()
 
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The module whose output is h_t; None if it has none of the known names."""
+        return next((getattr(self.decoder, name) for name in _NORMS if hasattr(self.decoder, name)), None)
+
     @cached_property
     def layers(self) -> nn.ModuleList:
         """The decoder's layers. Raises :class:`UnsupportedModel` if they are not found."""
@@ -388,8 +395,7 @@ class TargetModel:
         if not layers:  # nothing is noted: such a pass can be captured
             last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
             return last, last
-        norm = next((getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name)), self.decoder)
-        with layer_inputs([[*self.layers, norm][layer] for layer in layers]) as read:
+        with layer_inputs([[*self.layers, self.final_norm or self.decoder][layer] for layer in layers]) as read:
             last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
         for layer, states in zip(layers, read, strict=True):
             if states is None or states.shape != last.shape:

@@ -43,7 +43,9 @@ from draftheads.models.file_checks import (
     weight_files,
 )
 from draftheads.models.generation import generation_config
-from draftheads.models.gguf_models import config_of_gguf, without_bars, without_logs
+from draftheads.models.gguf_architectures import config_of
+from draftheads.models.gguf_files import GgufFile
+from draftheads.models.gguf_models import without_bars, without_logs
 from draftheads.models.model_config import (
     FLOATS,
     default_dtype,
@@ -243,7 +245,7 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig  # noqa: PLC0415
 
         if isinstance(source, Path) and source.is_file():
-            return config_of_gguf(source)
+            return config_of(GgufFile(source))
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
