@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from draftheads.errors import DataError, DataWarning
 from training_world import write_chats
 
 CODE = 'def one():\n    """One."""\n'
+COMPLETE = "Complete this Python function. Answer with the whole function in one code block."
 TASK = {"task_id": "HumanEval/0", "prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."}
 SHARE_GPT = {
     "id": "x_1",
@@ -32,12 +34,7 @@ SHARE_GPT = {
 FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
     "gsm8k": ({"question": "q?", "answer": "Half of it.\n#### 1,234"}, "q?", "Half of it.\n#### 1,234", "1234"),
     "questions and answers": ({"question": "q?", "answer": "Paris"}, "q?", "Paris", "Paris"),
-    "human-eval": (
-        {**TASK, "canonical_solution": "    return 1\n"},
-        f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{CODE}```",
-        None,
-        None,
-    ),
+    "human-eval": ({**TASK, "canonical_solution": "    return 1\n"}, f"{COMPLETE}\n\n```python\n{CODE}```", None, None),
     "alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2", "3", "3"),
     "alpaca without input": ({"instruction": "Add.", "input": "", "output": "3"}, "Add.", "3", "3"),
     "alpaca-eval": ({"instruction": "Add.", "dataset": "koala"}, "Add.", None, None),
@@ -64,37 +61,24 @@ def test_a_form_is_a_question_and_a_chat(tmp_path: Path, name: str):
 
 
 USER, SYSTEM = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
-ANSWER, OTHER = (
-    {"role": "assistant", "content": "a"},
-    [{"role": "user", "content": "p"}, {"role": "assistant", "content": "b"}],
-)
+ANSWER = {"role": "assistant", "content": "a"}
+OTHER, ASKED = [{**USER, "content": "p"}, {**ANSWER, "content": "b"}], [USER, ANSWER]
+PAIRS = [{"human": "p", "assistant": "b"}, {"input": "q", "output": "a"}]
 PAIR = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 CHATS: dict[str, tuple[dict[str, Any], list[Any]]] = {  # a line, and its chat
     "magpie": ({"instruction": "x", "response": "y", "conversations": PAIR}, [USER, ANSWER]),
     "messages beside prompt": ({"prompt": "x", "completion": "y", "messages": [USER, ANSWER]}, [USER, ANSWER]),
     "no messages": ({"prompt": [USER], "completion": [ANSWER], "messages": []}, [USER, ANSWER]),
     "open orca": ({"system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, USER, ANSWER]),
-    "system and history": (
-        {"instruction": "q", "output": "a", "system": "s", "history": [["p", "b"]]},
-        [SYSTEM, *OTHER, USER, ANSWER],
-    ),
+    "history": ({"instruction": "q", "output": "a", "system": "s", "history": [["p", "b"]]}, [SYSTEM, *OTHER, *ASKED]),
     "system beside messages": ({"system": "s", "messages": [USER, ANSWER]}, [SYSTEM, USER, ANSWER]),
     "ultra-chat": ({"data": ["p", "b", "q", "a"]}, [*OTHER, USER, ANSWER]),
     "json text": ({"conversations": json.dumps(PAIR)}, [USER, ANSWER]),
     "nemotron": ({"input": [USER], "output": "a"}, [USER, ANSWER]),
     "dpo with messages": ({"prompt": "q", "chosen": [USER, ANSWER]}, [USER, ANSWER]),
-    "pairs": (
-        {"conversation": [{"human": "p", "assistant": "b"}, {"input": "q", "output": "a"}]},
-        [*OTHER, USER, ANSWER],
-    ),
-    "names of roles": (
-        {"messages": [{"role": "prompter", "content": "q"}, {"role": "Bot", "content": "a"}]},
-        [USER, ANSWER],
-    ),
-    "parts": (
-        {"messages": [{"role": "user", "content": ["q"]}, {**ANSWER, "content": [{"text": "a"}]}]},
-        [USER, ANSWER],
-    ),
+    "pairs": ({"conversation": PAIRS}, [*OTHER, *ASKED]),
+    "names of roles": ({"messages": [{**USER, "role": "prompter"}, {**ANSWER, "role": "Bot"}]}, ASKED),
+    "parts": ({"messages": [{**USER, "content": ["q"]}, {**ANSWER, "content": [{"text": "a"}]}]}, ASKED),
 }
 
 
@@ -211,25 +195,18 @@ def test_chats_with_more_than_texts_are_no_prompts_and_are_not_learned(
             assert len(list(read_prompts(path))) == 1
 
 
-def turn(side: str, words: str, form: str) -> dict[str, Any]:
-    """A turn in one of the forms; every part of a form may be missing or null."""
-    names = {"user": "human", "assistant": "gpt"}
-    return {
-        "role, content": {"role": side, "content": words},
-        "from, value": {"from": names[side], "value": words},
-        "from, content": {"from": side, "content": words, "value": None},
-        "role, value": {"role": names[side], "value": words, "content": None},
-        "parts": {"role": side, "content": [{"type": "text", "text": words}]},
-    }[form]
-
-
-TURN_FORMS = ["role, content", "from, value", "from, content", "role, value", "parts"]
+def turn(side: str, words: str, form: int) -> dict[str, Any]:
+    """A turn in one of five forms; every part of a form may be missing or null."""
+    name = {"user": "human", "assistant": "gpt"}[side]
+    forms: list[dict[str, Any]] = [{"role": side, "content": words}, {"from": name, "value": words}]
+    forms += [{"from": side, "content": words, "value": None}, {"role": name, "value": words, "content": None}]
+    return [*forms, {"role": side, "content": [{"type": "text", "text": words}]}][form]
 
 
 @pytest.mark.parametrize("field", ["conversations", "conversation", "messages", "prompt"])
 def test_every_mixture_of_the_forms_of_turns_is_read_and_no_line_is_lost(tmp_path: Path, field: str):
     lines: list[dict[str, Any]] = []
-    for number, (first, second) in enumerate((a, b) for a in TURN_FORMS for b in TURN_FORMS):
+    for number, (first, second) in enumerate(product(range(5), repeat=2)):
         question, answer = turn("user", f"q{number}", first), turn("assistant", f"a{number}", second)
         parts = {"prompt": [question], "completion": [answer]} if field == "prompt" else {field: [question, answer]}
         lines.append({"id": number, **parts})

@@ -80,11 +80,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, layer_ids: list[int], tensor
 
 @pytest.mark.parametrize(
     ("other", "named"),
-    [
-        ({"seed": 1}, "nearest differs"),
-        ({"hidden_size": 64}, r"\[\d+, 2, 64\].*\[\d+, layers, 32\]"),
-        (None, ""),
-    ],
+    [({"seed": 1}, "nearest differs"), ({"hidden_size": 64}, r"\[\d+, 2, 64\].*\[\d+, layers, 32\]"), (None, "")],
 )
 def test_files_of_another_model_or_size_are_refused(tmp_path: Path, other: dict[str, int] | None, named: str):
     target, folder = tiny_model("llama"), tmp_path / "states"

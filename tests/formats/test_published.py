@@ -347,12 +347,7 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle", {"sliding_window": 16}, {}, "attention within a window"),
         ("eagle3", {"norm_before_fc": True}, {}, "norm_before_fc is True, and the tensors are those of False"),
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm is True"),
-        (
-            "eagle3 with layers of its own",
-            {"eagle_config": {IDS: [1, 2, 3]}},
-            {},
-            "1, 2, 3. in eagle_config",
-        ),
+        ("eagle3 with layers of its own", {"eagle_config": {IDS: [1, 2, 3]}}, {}, "1, 2, 3. in eagle_config"),
         ("accelerator", {"emb_dim": 48}, {}, "emb_dim is 48, and the hidden states of .* have 32"),
         *(
             (case, {"steering": 2}, {}, "unknown key steering")

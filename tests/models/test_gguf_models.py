@@ -173,10 +173,7 @@ ONES = torch.ones(4)
         ({"family": "qwen2", "keys": {"{arch}.attention.sliding_window": 8}}, r"sliding_window None, and the file 8"),
         ({"family": "gemma3_text", "keys": {"{arch}.attention.sliding_window": None}}, r"no field .*sliding_window"),
         ({"family": "phi3", "keys": {"{arch}.rope.scaling.factor": 4.0}}, r"a phi3 model has only longrope"),
-        (
-            {"family": "qwen2", "left_out": ["model.layers.1.self_attn.q_proj.bias"]},
-            r"no tensor for blk\.1\.attn_q\.bias",
-        ),
+        ({"family": "qwen2", "left_out": ["model.layers.1.self_attn.q_proj.bias"]}, r"no tensor for .*attn_q\.bias"),
         ({"keys": {"{arch}.embedding_length": 64}}, r"token_embd\.weight has the shape \(24, 32\), not \(24, 64\)"),
         ({"keys": {"{arch}.attention.head_count": 32}}, r"blk\.0\.attn_q\.weight has another shape"),
         ({"more": {"output.bias": ONES}}, r"output\.bias"),
@@ -300,10 +297,7 @@ def test_a_tokenizer_with_scores_is_that_of_sentencepiece(tmp_path: Path) -> Non
         ("gpt-4o", ["I'LL", " ", " say", " ", "123", "45", " naïve", "!!\n\n", " ab"]),
         ("falcon", ["I", "'", "LL", " ", " say", " ", "123", "45", " naïve", "!!", "\n\n", " ab"]),
         ("deepseek-v3", ["I", "'LL", " ", " say", " ", "123", "45", " naïve", "!!\n\n", " ab"]),
-        (
-            "deepseek-coder",
-            ["I", "'", "LL", " ", " say", " ", "1", "2", "3", "4", "5", " naïve", "!!", "\n", "\n", " ab"],
-        ),
+        ("deepseek-coder", ["I", "'", "LL", " ", " say", " ", *"12345", " naïve", "!!", "\n", "\n", " ab"]),
     ],
 )
 def test_texts_are_cut_by_the_rule_that_the_file_names(rule: str, wanted: list[str], tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import draftheads
 from adapter_world import saved_adapter
-from draftheads.checkpoints.checkpoint import load_head
 from draftheads.cli import commands
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, StorageError
 from draftheads.models.adapter import load_merged
@@ -25,7 +24,7 @@ from draftheads.train.run import train
 from draftheads.train.tuned_model import merge, merged_model
 from fake_progress import FakeProgress
 from families import fitting
-from joint_world import harness, joint_options, on_disk, train_jointly_for
+from joint_world import harness, joint_options, on_disk
 from thorough import some_rows
 from training_world import VOCAB, chat_model
 
@@ -161,9 +160,3 @@ def test_an_adapter_for_another_base_is_refused(tuned: Path, tmp_path: Path):
     assert_refused(CheckpointCorrupt, "cannot be read")
     (out / "adapter" / "base.json").write_text("{}")
     assert_refused(CheckpointCorrupt, "format_version is None")
-
-
-def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path, tmp_path: Path):
-    train_jointly_for(chat_model(), joint_options(tmp_path / "out", chats, learning_rate=0.05, epochs=2))
-    with pytest.raises(CheckpointMismatch, match="the lm_head of this model"):
-        load_head(tmp_path / "out" / "head", chat_model())

@@ -198,11 +198,7 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     [
         ("data", b"", "chats.jsonl: the file is empty"),
         ("data", b'{"prompt": "w1"}', r"not \{'prompt': 'w1'\}; `draftheads distill` answers prompts"),
-        (
-            "data",
-            b'{"messages": [{"role": "user", "content": "w1"}]}',
-            r"chats\.jsonl: 1 chat was left out: no message of role 'assistant'",
-        ),
+        ("data", b'{"messages": [{"role": "user", "content": "w1"}]}', "1 chat was left out: no message of role 'ass"),
         ("text", b"", "chats.jsonl: the file is empty"),
         ("text", b'{"messages": []}', "chats go to --data"),
         ("features", b"", "--features .*chats.jsonl has no hidden states: give --data"),
