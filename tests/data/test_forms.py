@@ -17,19 +17,9 @@ from training_world import write_chats
 CODE = 'def one():\n    """One."""\n'
 COMPLETE = "Complete this Python function. Answer with the whole function in one code block."
 TASK = {"task_id": "HumanEval/0", "prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."}
-SHARE_GPT = {
-    "id": "x_1",
-    "conversations": [
-        {"from": "system", "value": "s"},
-        {"from": "gpt", "value": "the end of an answer"},
-        {"from": "human", "value": "q1"},
-        {"from": "chatgpt", "value": "a1"},
-        {"from": "user", "value": "q2"},
-        {"from": "assistant", "value": "a2"},
-        {"from": "human", "value": " "},
-        {"from": "gpt", "value": "never"},
-    ],
-}
+TURNS = [("system", "s"), ("gpt", "the end of an answer"), ("human", "q1"), ("chatgpt", "a1"), ("user", "q2")]
+TURNS += [("assistant", "a2"), ("human", " "), ("gpt", "never")]
+SHARE_GPT = {"id": "x_1", "conversations": [{"from": side, "value": words} for side, words in TURNS]}
 # a line, what is asked, the answer to learn from, the reference
 FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
     "gsm8k": ({"question": "q?", "answer": "Half of it.\n#### 1,234"}, "q?", "Half of it.\n#### 1,234", "1234"),
@@ -218,12 +208,7 @@ def test_every_mixture_of_the_forms_of_turns_is_read_and_no_line_is_lost(tmp_pat
 
 NOW = {"type": "function", "function": {"name": "now", "arguments": {"at": "UTC"}}}
 TOOL = {"type": "function", "function": {"name": "now"}}
-SAID = [
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "", "tool_calls": [NOW]},
-    {"role": "tool", "content": "12"},
-    {"role": "assistant", "content": "a"},
-]
+SAID = [USER, {**ANSWER, "content": "", "tool_calls": [NOW]}, {"role": "tool", "content": "12"}, ANSWER]
 
 
 @pytest.mark.parametrize(

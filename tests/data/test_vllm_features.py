@@ -92,11 +92,9 @@ def test_files_of_another_model_or_size_are_refused(tmp_path: Path, other: dict[
 
 def test_each_file_is_compared_and_what_is_not_read_is_named(tmp_path: Path):
     target, folder = tiny_model("llama"), tmp_path / "states"
-    same = texts_of(target)
-    texts = [
-        EncodedChat((*same[0].token_ids[:9], *text.token_ids), (False, *[True] * (len(text.token_ids) + 8)))
-        for text in same
-    ]
+    first, *_ = same = texts_of(target)
+    ids = [(*first.token_ids[:9], *text.token_ids) for text in same]
+    texts = [EncodedChat(one, (False, *[True] * (len(one) - 1))) for one in ids]
     extract_as_vllm(target, texts, folder, [2])
     *_, last = sorted(folder.glob("*.safetensors"))
     tensors = load_file(last)

@@ -63,12 +63,8 @@ def test_hermes_is_chatml_with_tools():
     reader = ModelTokenizer(spaced_tokenizer(), frozenset({2}), read_template("hermes"))
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    chat = [
-        SYSTEM,
-        USER,
-        {"role": "assistant", "content": "", "tool_calls": [call, call]},
-        {"role": "tool", "content": "2"},
-    ]
+    called = {**ASSISTANT, "content": "", "tool_calls": [call, call]}
+    chat = [SYSTEM, USER, called, {"role": "tool", "content": "2"}]
     shown = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert render(reader, chat, tools=[tool]) == (
         "<|im_start|>system\nBe brief.\n\nYou can call these functions:\n<tools>\n"

@@ -27,17 +27,10 @@ from training_world import chat, chat_model, chat_options, chat_tokenizer, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ORIGINAL = 48
-LONGROPE = {
-    "max_position_embeddings": 128,
-    "original_max_position_embeddings": ORIGINAL,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": ORIGINAL,
-        "short_factor": [1.0, 1.0, 1.1, 1.3],
-        "long_factor": [1.0, 3.0, 6.0, 10.0],
-    },
-}
+START = {"original_max_position_embeddings": ORIGINAL}
+FACTORS = {"short_factor": [1.0, 1.0, 1.1, 1.3], "long_factor": [1.0, 3.0, 6.0, 10.0]}
+ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, **START, **FACTORS}
+LONGROPE = {"max_position_embeddings": 128, **START, "rope_parameters": ROPE}
 # prompts with tokens of their answers: short to the last place; long; long by its answer alone; of the greatest length
 ASKED = {
     (5, 6, 7, 8): 20,

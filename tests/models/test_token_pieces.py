@@ -28,12 +28,8 @@ def spanning(kind: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-WORLD = {
-    **TOKENIZERS,
-    "a space before": spaced_tokenizer(),
-    "metaspace": spaced_tokenizer("metaspace"),
-    **{kind: spanning(kind) for kind in ("lines", "sentencepiece")},
-}
+WORLD = {**TOKENIZERS, "a space before": spaced_tokenizer(), "metaspace": spaced_tokenizer("metaspace")}
+WORLD |= {kind: spanning(kind) for kind in ("lines", "sentencepiece")}
 ATOMS = ["\n", "\n\n", " ", "   ", "\t", "the cat", " sat", "two", "one", "three", "}", "{", "123456", "é", "e\u0301"]
 ATOMS += ["one\ntwo", "two\nthree four", "a}\n\n{b", "日本語", "。", "🙂", "'s", "<eos>", "</s>"]
 ATOMS += ["\r\n", "a" * 30, "мир", "."]

@@ -28,12 +28,8 @@ from test_loading_models import write_adapter, write_model
 
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, Tensor]
-KINDS = {
-    "one too many": "left over",
-    "one too few": "missing",
-    "another shape": "of another shape",
-    "another type": "of another type",
-}
+KINDS = {"one too many": "left over", "one too few": "missing"}
+KINDS |= {kind: f"of {kind}" for kind in ("another shape", "another type")}
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
 
 

@@ -60,11 +60,8 @@ def test_steps_equal_the_reference():
     for _ in range(3):
         for one in (*matrices, *others):
             one.grad = torch.randn_like(one)
-        wanted = [
-            (reference(weight, momentum, one.grad.double(), lr=0.01), momentum)
-            for (weight, momentum), one in zip(wanted, matrices, strict=True)
-            if one.grad is not None
-        ]
+        pairs = zip(wanted, (one.grad.double() for one in matrices), strict=True)
+        wanted = [(reference(weight, momentum, grad, lr=0.01), momentum) for (weight, momentum), grad in pairs]
         for one, copy in zip(others, copies, strict=True):
             copy.grad = one.grad
         before = [one.detach().clone() for one in matrices]
