@@ -42,8 +42,9 @@ from draftheads.errors import (
 )
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import put_back_towers
 from draftheads.models.model_names import base_of
-from draftheads.models.pretrained import load_pretrained, load_tokenizer, put_back_towers, stored_dtype
+from draftheads.models.pretrained import load_pretrained, load_tokenizer, stored_dtype
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.train.options import MergeOptions

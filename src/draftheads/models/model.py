@@ -328,10 +328,8 @@ class TargetModel:
         """
         count = len(self.layer_kinds)
         if wrong := [layer for layer in layers if not 0 <= layer <= count]:
-            raise InvalidSettings(
-                f"hidden states of layer {wrong[0]} are to be read, but {self.model_id} has {counted(count, 'layer')}: "
-                f"choose among 0 … {count}"
-            )
+            there = f"{self.model_id} has {counted(count, 'layer')}: choose among 0 … {count}"
+            raise InvalidSettings(f"hidden states of layer {wrong[0]} are to be read, but {there}")
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -400,10 +398,9 @@ class TargetModel:
         for layer, states in zip(layers, read, strict=True):
             if states is None or states.shape != last.shape:
                 shape = None if states is None else tuple(states.shape)
-                raise UnsupportedModel(
-                    f"{self.model_id}: the input of layer {layer} is {shape} and the last hidden state "
-                    f"{tuple(last.shape)}; a head that reads several layers needs states of one size"
-                )
+                sizes = f"the input of layer {layer} is {shape} and the last hidden state {tuple(last.shape)}"
+                fix = "a head that reads several layers needs states of one size"
+                raise UnsupportedModel(f"{self.model_id}: {sizes}; {fix}")
         return last, self.in_own_type(torch.cat([states for states in read if states is not None], -1))
 
     def in_own_type(self, states: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from draftheads.models.adapter import check_adapter_base, is_tied, quiet, requir
 from draftheads.models.fingerprint import sampled_layers
 from draftheads.models.gguf_models import without_bars
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import DTYPES
+from draftheads.models.model_config import DTYPES, put_back_towers
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -36,7 +36,7 @@ from draftheads.models.model_names import (
     find_adapter,
     kind_of_folder,
 )
-from draftheads.models.pretrained import cast_weights, load_pretrained, put_back_towers, stored_dtype, with_adapter
+from draftheads.models.pretrained import cast_weights, load_pretrained, stored_dtype, with_adapter
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.learner import LowRankUpdate
 from draftheads.train.losses import CHUNK_SIZE, precedes_answer
