@@ -115,6 +115,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     for name, is_there in flags.items():
         if (said := source.config.get(name, of_eagle.get(name))) is not None and bool(said) != is_there:
             raise source.wrong(f"{name} is {said}, and the tensors are those of {is_there}")
+    flags |= {name: source.flag(name) for name in _FLAGS}
     num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
     maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
@@ -122,7 +123,6 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         **sizes,
         layers=layers,
         **flags,
-        **{name: source.flag(name) for name in _FLAGS},
         lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
         draft_vocab_size=num_tokens if is_trimmed else None,
         num_heads=_depth(source),
