@@ -107,19 +107,15 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     if folder.is_dir():
         return folder
     if (base or base_name) == SMOLLM2_135M and method in DATA_PACKAGE_HEADS:
-        raise ModelNotFound(
-            f"the head {method!r} for {SMOLLM2_135M} is in the package {DATA_PACKAGE}; install it with: "
-            f"{DATA_PACKAGE_INSTALL}"
-        )
+        where = f"is in the package {DATA_PACKAGE}; install it with: {DATA_PACKAGE_INSTALL}"
+        raise ModelNotFound(f"the head {method!r} for {SMOLLM2_135M} {where}")
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
     check_path(name, longest_id=len(name))
     check_model_can_exist(base_name)
     methods = [head.method for head in zoo_heads() if head.base_name == base_name]
-    raise ModelNotFound(
-        f"no head {name!r}{hint_at(name, methods)}: neither a folder here nor an id on the Hugging Face Hub "
-        f"(owner/name); {_installed_for(base_name)}"
-    )
+    where = "neither a folder here nor an id on the Hugging Face Hub (owner/name)"
+    raise ModelNotFound(f"no head {name!r}{hint_at(name, methods)}: {where}; {_installed_for(base_name)}")
 
 
 def check_head(name: str, base_name: str) -> None:

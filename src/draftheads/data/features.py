@@ -116,10 +116,8 @@ def check_stored_layers(folder: Path, meta: StoreMeta, layers: Sequence[int]) ->
     """Does a store have what a head reads?"""
     if not set(layers) <= set(meta.layers):
         there, wanted = (f"of layers {list(of)}" if of else "of the last layer alone" for of in (meta.layers, layers))
-        raise DataError(
-            f"{folder} holds hidden states {there}, but the head reads those {wanted}: name another folder with "
-            "--features, or delete this one"
-        )
+        fix = "name another folder with --features, or delete this one"
+        raise DataError(f"{folder} holds hidden states {there}, but the head reads those {wanted}: {fix}")
 
 
 def stored(folder: Path) -> tuple[int, int]:

@@ -157,11 +157,9 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
     of_texts = [files[min(place, len(files) - 1)] for place in places]
     pairs = enumerate(zip(of_texts, keys, strict=True))
     if missing := [index for index, ((own, _), key) in pairs if not own.startswith(key)]:
-        source = store.sources[missing[0]]
-        raise DataError(
-            f"{folder} has no hidden states of {counted(len(missing), 'text')} of {len(store)}, the first is {source}: "
-            "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
-        )
+        texts = f"{counted(len(missing), 'text')} of {len(store)}, the first is {store.sources[missing[0]]}"
+        fix = "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
+        raise DataError(f"{folder} has no hidden states of {texts}: {fix}")
     return [path for _, path in of_texts]
 
 

@@ -182,10 +182,8 @@ def _vocabulary(
     if size >= base.vocab_size and not ("d2t" in maps and source.tensor("d2t").any()):
         return {}, {_EMBEDDING: "embedding", _LM_HEAD: "lm_head"}, set(maps)
     if "d2t" not in maps or shapes["d2t"] != (size,):
-        raise CheckpointCorrupt(
-            f"{source.path}: draft_vocab_size is {size} of {base.vocab_size} tokens, and tensor d2t is "
-            f"{shapes.get('d2t', 'missing')}; it must be ({size},)"
-        )
+        d2t = f"tensor d2t is {shapes.get('d2t', 'missing')}; it must be ({size},)"
+        raise CheckpointCorrupt(f"{source.path}: draft_vocab_size is {size} of {base.vocab_size} tokens, and {d2t}")
     options["draft_vocab_size"] = size
     names: dict[str, str | Made] = {"draft_vocab": Made(maps, partial(draft_vocab, source, base.vocab_size))}
     if _LM_HEAD in shapes and not any(changed_logits(base).values()):

@@ -105,10 +105,8 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
     target_size = given.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
-        raise UnsupportedModel(
-            f"{source.path}: the head reads hidden states of {target_size} numbers, and those of {base.model_id} have "
-            f"{base.hidden_size}"
-        )
+        own = f"those of {base.model_id} have {base.hidden_size}"
+        raise UnsupportedModel(f"{source.path}: the head reads hidden states of {target_size} numbers, and {own}")
     count = shapes["fc.weight"][1] // base.hidden_size
     layers, guesses = _layers(source, base, count)
     flags: dict[str, Any] = {name: f"{theirs}.weight" in shapes for name, theirs in _NORMS.items()}
@@ -269,10 +267,9 @@ def _layers(source: Source, base: TargetModel, count: int) -> tuple[list[int], t
         guesses = (f"that eagle_config counts layers by what leaves them, so that it reads the layers {layers}",)
     known = range(int(base.config.num_hidden_layers) + 1)
     if max(1, len(layers)) != count or any(layer not in known for layer in layers):
-        raise CheckpointCorrupt(
-            f"{source.path}: fc reads {count} hidden states, and the layers are {layers}; they must lie in 0 … "
-            f"{known[-1]}, the number of layers, which stands for what leaves the last one"
-        )
+        limits = f"0 … {known[-1]}, the number of layers, which stands for what leaves the last one"
+        found = f"fc reads {count} hidden states, and the layers are {layers}"
+        raise CheckpointCorrupt(f"{source.path}: {found}; they must lie in {limits}")
     return list(layers), guesses
 
 

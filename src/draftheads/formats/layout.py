@@ -138,10 +138,8 @@ def _tensors_in(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # of pickles of other kinds, which are errors
             values = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointCorrupt(
-            f"{file} holds more than tensors, and other objects could run code, so nothing of it was read: "
-            f"{first_line(error)}"
-        ) from None
+        problem = f"{file} holds more than tensors, and other objects could run code, so nothing of it was read"
+        raise CheckpointCorrupt(f"{problem}: {first_line(error)}") from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise CheckpointCorrupt(f"{file} is not a file of torch.save: {first_line(error)}") from None
     are_tensors = isinstance(values, dict) and all(isinstance(value, Tensor) for value in values.values())
@@ -195,10 +193,8 @@ class Layout:
             apart = distance(source.tensor(name), own := getattr(base.weights, part))
             if apart is None or not apart <= CLOSE:
                 by = f"{apart:.0%}" if apart is not None else f"its size {source.shapes[name]}, not {tuple(own.shape)},"
-                raise CheckpointMismatch(
-                    f"{source.path}: its {name} differs by {by} from the {part} of {base.model_id}: give the base "
-                    "model that the head was trained for"
-                )
+                differs = f"its {name} differs by {by} from the {part} of {base.model_id}"
+                raise CheckpointMismatch(f"{source.path}: {differs}: give the base model that the head was trained for")
         tensors = {}
         for name, where in made.items():
             tensor, own = where.make(*map(source.tensor, where.of)), expected[name]
@@ -267,10 +263,8 @@ def check_keys(source: Source, used: Collection[str], given: Mapping[str, Any], 
     """
     known = {*used, *_HARMLESS, *_of_transformers()}
     if unknown := sorted(name for name, value in given.items() if value and name not in known):
-        raise UnsupportedModel(
-            f"{source.config_file}: unknown key {place}{first_names(unknown)}, which may change what the head "
-            "computes; if it does not, delete it from the file"
-        )
+        why = "which may change what the head computes; if it does not, delete it from the file"
+        raise UnsupportedModel(f"{source.config_file}: unknown key {place}{first_names(unknown)}, {why}")
 
 
 def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:

@@ -71,10 +71,8 @@ def medusa_layout(source: Source, base: TargetModel) -> Layout:
     name = base.model_id  # of a model on the Hub, the folder of its files has the name with "--" for "/"
     folder = source.config_file.parent
     if beside and folder.resolve() != Path(name).resolve() and name.replace("/", "--") not in str(folder):
-        raise InvalidSettings(
-            f"{source.path} is a full model with Medusa heads, which were trained for that model, not for "
-            f"{base.model_id}: give --model {folder}"
-        )
+        what = "a full model with Medusa heads, which were trained for that model"
+        raise InvalidSettings(f"{source.path} is {what}, not for {base.model_id}: give --model {folder}")
     return Layout(kind, config, names, unused=beside, tree=_choices(source, heads))
 
 
@@ -175,10 +173,8 @@ def hydra_layout(source: Source, base: TargetModel) -> Layout:
     """The kind of head follows from the tensors."""
     shapes = source.shapes
     if offset := source.config.get("hidden_state_offset"):
-        raise UnsupportedModel(
-            f"{source.path}: the heads read the hidden states {offset} layers before the last (hidden_state_offset); "
-            "only heads on the last layer's can be read"
-        )
+        read = f"the hidden states {offset} layers before the last (hidden_state_offset)"
+        raise UnsupportedModel(f"{source.path}: the heads read {read}; only heads on the last layer's can be read")
     check_keys(source, _KEYS, source.config)
     has_prefix = any(name.startswith(_PREFIX) for name in shapes)
     is_grounded = any(".res_connection." in name for name in shapes)

@@ -208,10 +208,8 @@ def check_base(folder: Path, model_id: str, fingerprints: Fingerprints) -> None:
         return
     name = base_of(str(folder))
     if model_id_of(name) != model_id:
-        raise CheckpointMismatch(
-            f"{folder} is an adapter for {name}, and this model is {model_id}; if these are the same model, "
-            f"correct base_model_name_or_path in its {ADAPTER_CONFIG}"
-        )
+        fix = f"if these are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        raise CheckpointMismatch(f"{folder} is an adapter for {name}, and this model is {model_id}; {fix}")
 
 
 def check_adapter_base(folder: Path, model_id: str, ours: Fingerprints) -> None:

@@ -112,10 +112,8 @@ def check_length(config: Any, max_length: int | None, model_id: str, *, switches
     require_at_least(1, max_length=max_length)
     longest, kinds = max_positions_of(config, switches=switches), rope_kinds(config)
     if longest and (max_length or 0) > longest and not (kinds and kinds <= _ENDLESS_ROPES):
-        raise InvalidSettings(
-            f"max_length is {max_length:,}; {model_id} takes at most {longest:,} tokens: it has no positions for "
-            "longer texts, or they change with the length"
-        )
+        why = "it has no positions for longer texts, or they change with the length"
+        raise InvalidSettings(f"max_length is {max_length:,}; {model_id} takes at most {longest:,} tokens: {why}")
 
 
 def warn_of_length(config: Any, longest: int | None, model_id: str) -> None:

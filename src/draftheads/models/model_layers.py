@@ -249,10 +249,8 @@ def with_lora(target: "TargetModel", folder: str | PathLike[str]) -> "TargetMode
     tokenizer = adapter_tokenizer(place) or target.tokenizer
     num_embeddings = len(target.model.get_input_embeddings().weight)
     if hasattr(tokenizer, "__len__") and len(tokenizer) > num_embeddings:
-        raise UnsupportedModel(
-            f"{place} adds tokens: its tokenizer has {len(tokenizer)} and {target.model_id} has embeddings for "
-            f"{num_embeddings}. Merge it: `draftheads merge --adapter {place} --out …`"
-        )
+        counts = f"its tokenizer has {len(tokenizer)} and {target.model_id} has embeddings for {num_embeddings}"
+        raise UnsupportedModel(f"{place} adds tokens: {counts}. Merge it: `draftheads merge --adapter {place} --out …`")
     model = sharing_weights(target.model)
     add_lora(model, matrices)
     digest = hashlib.sha256(target.weights_fingerprint.encode())

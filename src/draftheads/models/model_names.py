@@ -239,10 +239,8 @@ def _resolve_on_hub(model_id: str) -> Path | str:
         try:
             return Path(snapshot_download(model_id, local_files_only=True))
         except LocalEntryNotFoundError:
-            raise ModelNotFound(
-                f"{shown} is not a folder here, was not downloaded before, "
-                f"and the Hugging Face Hub cannot be reached ({first_line(error)})"
-            ) from error
+            hub = f"the Hugging Face Hub cannot be reached ({first_line(error)})"
+            raise ModelNotFound(f"{shown} is not a folder here, was not downloaded before, and {hub}") from error
     return model_id
 
 

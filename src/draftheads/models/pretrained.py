@@ -125,10 +125,9 @@ def load_pretrained(
     model: PreTrainedModel
     if adapter is not None:
         if wrong := [key for key in _OF_WHOLE_MODELS if given.get(key)]:
-            raise InvalidSettings(
-                f"{name} is an adapter, which is merged into its base model, and {wrong[0]} is for whole models: "
-                f"write the merged model with `draftheads merge --adapter {name} --out …` and load that"
-            )
+            merged = f"{name} is an adapter, which is merged into its base model, and {wrong[0]} is for whole models"
+            fix = f"write the merged model with `draftheads merge --adapter {name} --out …` and load that"
+            raise InvalidSettings(f"{merged}: {fix}")
         model, own_tokenizer = _load_adapted(adapter, **how)
         cast_weights(model, compute)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
@@ -161,10 +160,8 @@ def _check_options(device: Any, given: Mapping[str, Any]) -> None:
     if isinstance(device_map, str) and device_map not in _SPREADS:
         device_named(device_map)
     if attn_implementation is not None and attn_implementation not in ATTENTION:
-        raise InvalidSettings(
-            f"attn_implementation is {attn_implementation!r}; trees need a mask of four dimensions, which only "
-            f"{' and '.join(ATTENTION)} take"
-        )
+        needs = f"trees need a mask of four dimensions, which only {' and '.join(ATTENTION)} take"
+        raise InvalidSettings(f"attn_implementation is {attn_implementation!r}; {needs}")
 
 
 def _four_bit_config(dtype: torch.dtype) -> Any:
@@ -358,10 +355,8 @@ def _as_our_errors(name: str) -> Iterator[None]:
         raise MissingDependency(f"{name} needs another package: {first_line(error)}") from error
     except (ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
-            raise UnsupportedModel(
-                f"{name} has code of its own, which would run on this machine: read it, and if you trust it give "
-                "trust_remote_code=True (--trust-remote-code)"
-            ) from error
+            fix = "read it, and if you trust it give trust_remote_code=True (--trust-remote-code)"
+            raise UnsupportedModel(f"{name} has code of its own, which would run on this machine: {fix}") from error
         raise UnsupportedModel(f"{name} is not a known causal language model: {first_line(error)}") from error
     except (RuntimeError, TypeError, AttributeError, UnpicklingError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {first_line(error)}") from error
@@ -447,10 +442,8 @@ def check_series(name: str, source: Path | str) -> None:
 def _refuse(name: str, *problems: set[str]) -> None:
     kinds = zip(("missing", "left over", "of another shape", "of another type"), problems, strict=True)
     if found := [f"{kind} ({counted(len(keys), 'tensor')}): {first_names(keys)}" for kind, keys in kinds if keys]:
-        raise UnsupportedModel(
-            f"the files of {name} do not hold the model of its config.json, so its text would be wrong: "
-            f"{'; '.join(found)}"
-        )
+        problem = f"the files of {name} do not hold the model of its config.json, so its text would be wrong"
+        raise UnsupportedModel(f"{problem}: {'; '.join(found)}")
 
 
 def _stored(source: Path | str) -> dict[str, Tensor]:

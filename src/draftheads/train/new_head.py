@@ -67,10 +67,9 @@ class Start:
         start_size = self.saved.config.draft_vocab_size or 0
         wanted = size if size < self.saved.config.vocab_size else 0
         if start_size != wanted:
-            raise InvalidSettings(
-                f"--draft-vocab-size is {size}, but --start-from {self.name} predicts "
-                f"{counted(start_size, 'token') if start_size else 'all tokens'}: give --draft-vocab-size {start_size}"
-            )
+            predicts = f"{self.name} predicts {counted(start_size, 'token') if start_size else 'all tokens'}"
+            fix = f"give --draft-vocab-size {start_size}"
+            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {predicts}: {fix}")
         return self.tensors["draft_vocab"] if start_size else None
 
     def part_of_new(self, options: TrainOptions, target: TargetModel) -> float:
@@ -89,18 +88,15 @@ class Start:
             raise InvalidSettings(f"--start-from {self.name} is a {theirs} head; heads of {ours} start from {able}")
         before_layers, layers = self.saved.config.num_layers, config.num_layers
         if layers < before_layers:  # the first layers of a deeper head mean something else
-            raise InvalidSettings(
-                f"--start-from {self.name} has {counted(before_layers, 'layer')} in each head, the new head {layers}: "
-                f"give --num-layers {before_layers} or more"
-            )
+            has = f"{counted(before_layers, 'layer')} in each head, the new head {layers}"
+            raise InvalidSettings(f"--start-from {self.name} has {has}: give --num-layers {before_layers} or more")
         if theirs == ours:
             before, now = _as_options(self.saved.config), _as_options(config)
             for option in sorted(now.keys() - _MAY_DIFFER):
+                own = f"{option}={before[option]}"
                 if before[option] != now[option]:
-                    raise InvalidSettings(
-                        f"--start-from {self.name} has {option}={before[option]}, the new head {option}={now[option]}: "
-                        f"give --head-options {option}={before[option]}"
-                    )
+                    differs = f"has {own}, the new head {option}={now[option]}: give --head-options {own}"
+                    raise InvalidSettings(f"--start-from {self.name} {differs}")
 
     @torch.no_grad()
     def copy_into(self, head: DraftHead) -> None:
@@ -246,10 +242,8 @@ def check_sizes(options: TrainOptions, config: Any) -> None:
     recipe = {} if options.recipe is None else RECIPES[options.recipe].settings
     not_chosen = (TrainOptions.draft_vocab_size, recipe.get("draft_vocab_size"))  # not chosen for this model
     if options.draft_vocab_size > vocab_size and options.draft_vocab_size not in not_chosen:
-        raise InvalidSettings(
-            f"--draft-vocab-size is {options.draft_vocab_size}, but {options.model} has {vocab_size} tokens: give a "
-            "smaller size, or 0 for the whole vocabulary"
-        )
+        differs = f"is {options.draft_vocab_size}, but {options.model} has {vocab_size} tokens"
+        raise InvalidSettings(f"--draft-vocab-size {differs}: give a smaller size, or 0 for the whole vocabulary")
     rank = parse_head_options(options.method, options.head_options).get("lm_head_rank", 0)
     if options.lm_head == "low_rank" and rank > hidden_size:
         raise InvalidSettings(

@@ -184,10 +184,8 @@ class RunFolder:
 def _check_names(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuses to go on with a run of a version that had other settings."""
     if gone := sorted(before.keys() - now.keys()):
-        raise InvalidSettings(
-            f"{path} has settings that this version does not have: {', '.join(gone)}. Finish the run with the version "
-            "that began it, or name another --out"
-        )
+        fix = "Finish the run with the version that began it, or name another --out"
+        raise InvalidSettings(f"{path} has settings that this version does not have: {', '.join(gone)}. {fix}")
 
 
 def find_checkpoint(out: Path, kind: str = "checkpoint") -> Path | None:

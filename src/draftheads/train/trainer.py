@@ -109,10 +109,8 @@ def fit(
             if is_due or is_interrupted:
                 _save(folder, step, learner, optimizer)
             if is_interrupted and step < total:
-                raise TrainingInterrupted(
-                    f"stopped after step {step} of {total}; a checkpoint is in {folder.checkpoints}: "
-                    "the same command with --resume continues from there"
-                )
+                kept = f"a checkpoint is in {folder.checkpoints}: the same command with --resume continues from there"
+                raise TrainingInterrupted(f"stopped after step {step} of {total}; {kept}")
     return first_step
 
 
