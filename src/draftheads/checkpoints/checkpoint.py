@@ -298,22 +298,19 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     for name in ("embedding", "lm_head"):
         apart = _apart(saved, name, given_prints)
         if not apart <= MAX_DIFFERENCE:
-            raise CheckpointMismatch(
-                f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
-                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: "
-                f"{saved.fix_for(base.model_id)}, or with `--start-from {saved.folder}` if this is a tuned copy"
-            )
+            own = f"the {name} of this model, {base.model_id}, differs by {apart:.0%}"
+            most = f"a quantised copy differs by at most {MAX_DIFFERENCE:.0%}"
+            fix = f"{saved.fix_for(base.model_id)}, or with `--start-from {saved.folder}` if this is a tuned copy"
+            raise CheckpointMismatch(f"{saved.folder}: trained for {saved.model_id}; {own}; {most}: {fix}")
     if None in (prints.layers, given_prints.layers):
         return
     apart = _apart(saved, "layers", given_prints)
     if not apart <= TUNED_DIFFERENCE:
-        warnings.warn(
-            f"the layers of {base.model_id} differ by {apart:.0%} from those of {saved.model_id}, for which the head "
-            f"{saved.folder} was trained, so fewer draft tokens are accepted. Train it further: `draftheads train "
-            f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …`",
-            BaseModelWarning,
-            stacklevel=4,
-        )
+        differ = f"the layers of {base.model_id} differ by {apart:.0%} from those of {saved.model_id}"
+        fewer = f"for which the head {saved.folder} was trained, so fewer draft tokens are accepted"
+        further = f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …"
+        words = f"{differ}, {fewer}. Train it further: `draftheads train {further}`"
+        warnings.warn(words, BaseModelWarning, stacklevel=4)
     elif apart > _ROUNDING:
         logger.info(
             "the head %s was trained for %s, whose layers differ by %.1f %% from those of %s: `draftheads tune` tells "

@@ -97,12 +97,9 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     }
     names, copies, unused = _vocabulary(source, base, options)
     if confidence := {name for name in source.shapes if name.startswith(_CONFIDENCE)}:
-        warnings.warn(
-            f"{source.path}: its confidence head ({', '.join(sorted(confidence))}) is not used; how many draft tokens "
-            "are checked follows from measured acceptance (`draftheads tune`)",
-            SpeedWarning,
-            stacklevel=2,
-        )
+        unread = f"its confidence head ({', '.join(sorted(confidence))}) is not used"
+        why = "how many draft tokens are checked follows from measured acceptance (`draftheads tune`)"
+        warnings.warn(f"{source.path}: {unread}; {why}", SpeedWarning, stacklevel=2)
     unused |= confidence | {name for name in source.shapes if name.startswith(_VERIFIER)}
     config: BlockConfig = DFlashConfig(**options)
     if is_markov:

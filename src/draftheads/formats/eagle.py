@@ -236,12 +236,9 @@ def _has_own_embedding(source: Source, base: TargetModel) -> bool:
     apart = distance(source.tensor(_EMBEDDING), base.weights.embedding) if _EMBEDDING in source.shapes else None
     if apart is None or apart <= CLOSE:
         return False
-    warnings.warn(
-        f"{source.path}: its {_EMBEDDING} differs by {apart:.0%} from the embedding of {base.model_id}, so it is read "
-        "as the head's own; if the head was trained for another model, give that one",
-        BaseModelWarning,
-        stacklevel=2,
-    )
+    differs = f"its {_EMBEDDING} differs by {apart:.0%} from the embedding of {base.model_id}"
+    own = "so it is read as the head's own; if the head was trained for another model, give that one"
+    warnings.warn(f"{source.path}: {differs}, {own}", BaseModelWarning, stacklevel=2)
     return True
 
 

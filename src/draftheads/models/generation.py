@@ -70,12 +70,9 @@ class GenerationRules:
             self.bias[token] = self.bias.get(token, 0.0) + value
         if self.not_applied:
             named = ", ".join(f"{name}={value!r}" for name, value in self.not_applied.items())
-            warnings.warn(
-                f"{model_id}: its generation configuration has {short(named)}, not applied here: texts are those of "
-                "generate without it",
-                GenerationWarning,
-                stacklevel=3,
-            )
+            what = f"its generation configuration has {short(named)}, not applied here"
+            words = f"{model_id}: {what}: texts are those of generate without it"
+            warnings.warn(words, GenerationWarning, stacklevel=3)
 
     def settings(self, settings: SamplingSettings, num_prompt_tokens: int) -> SamplingSettings:
         """Settings of a request, with the configuration's values where the request leaves them out."""

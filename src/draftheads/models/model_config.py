@@ -119,12 +119,10 @@ def check_length(config: Any, max_length: int | None, model_id: str, *, switches
 def warn_of_length(config: Any, longest: int | None, model_id: str) -> None:
     """Warns if positions would change in texts of more than ``longest`` tokens."""
     if changing := rope_kinds(config) & {"dynamic", "longrope"}:
-        warnings.warn(
-            f"{model_id} has {min(changing)} rotary positions: prompt and answer together have at most {longest:,} "
-            "tokens. In longer texts the positions of all tokens change with the length, which drafts cannot follow",
-            LengthWarning,
-            stacklevel=4,
-        )
+        most = f"prompt and answer together have at most {longest:,} tokens"
+        why = "In longer texts the positions of all tokens change with the length, which drafts cannot follow"
+        words = f"{model_id} has {min(changing)} rotary positions: {most}. {why}"
+        warnings.warn(words, LengthWarning, stacklevel=4)
 
 
 def long_rope_start(config: Any) -> int | None:
