@@ -33,18 +33,15 @@ def layer_options(
     source.need_config("it says how many heads the layer's attention has, and its rotary positions")
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
     has_windows = given.get("use_sliding_window", given.get("sliding_window")) and given.get("sliding_window")
-    reasons = {
+    reasons: dict[str, object] = {
         f"partial_rotary_factor is {part}, and a head turns all numbers of queries and keys": part not in (None, 1)
         for part in (given.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
     }
-    windows = "attention within a window (sliding_window) cannot be read"
-    refuse(
-        {**reasons, windows: has_windows or "sliding_attention" in (given.get("layer_types") or ())},
-        UnsupportedModel,
-        f"{source.path}: ",
-    )
-    if (act := given.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
+    has_windows = has_windows or "sliding_attention" in (given.get("layer_types") or ())
+    reasons["attention within a window (sliding_window) cannot be read"] = has_windows
+    act = given.get("hidden_act", "silu")
+    reasons[f"the layer's activation is {act!r}; only silu can be read"] = act != "silu"
+    refuse(reasons, UnsupportedModel, f"{source.path}: ")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
     for name in _OF_LAYER[:4]:
         source.number(name, given=given)

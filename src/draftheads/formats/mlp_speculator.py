@@ -114,14 +114,12 @@ def write_mlp(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     about = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
-        "vocab_size": config.vocab_size,
+        **{name: getattr(config, name) for name in ("vocab_size", "tie_weights", "scale_input")},
         "emb_dim": config.hidden_size,
         "inner_dim": own.state_size,
         "n_predict": config.num_heads,
         "n_candidates": 5,
         "top_k_tokens_per_head": [5, 4, 3, *[1] * config.num_heads][: config.num_heads],
-        "tie_weights": config.tie_weights,
-        "scale_input": config.scale_input,
     }
     return about, {theirs: given[ours] for ours, theirs in mlp_names(own).items()}
 
@@ -139,14 +137,8 @@ def _as_own(head: DraftHead, target: TargetModel) -> tuple[MlpSpeculatorConfig, 
         lm_heads[i] = (weight @ given[f"outputs.{i}.weight"], weight @ given[f"outputs.{i}.bias"] + bias)
     more = _MORE if any(bool(bias.any()) for _, bias in lm_heads) else 0
     size = head.options.state_size
-    own = replace(
-        head.options,
-        lm_head="own",
-        embeddings="own",
-        draft_vocab_size=None,
-        embedding_scale=1.0,
-        inner_size=size + more if more else head.options.inner_size,
-    )
+    kept: dict[str, Any] = {"lm_head": "own", "embeddings": "own", "draft_vocab_size": None, "embedding_scale": 1.0}
+    own = replace(head.options, **kept, inner_size=size + more if more else head.options.inner_size)
     for i, (weight, bias) in enumerate(lm_heads):
         given[f"lm_heads.heads.{i}.weight"] = F.pad(weight, (0, more))
         if more:

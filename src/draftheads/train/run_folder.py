@@ -122,13 +122,8 @@ class RunFolder:
             return
         path = self.path / "run.json"
         settings = self._settings()
-        facts = {
-            "model": model,
-            "num_steps": data.num_steps,
-            "data": data.store.fingerprint,
-            "processes": processes.count(),
-            "start_digest": start and start.saved.digest,
-        }
+        facts = {"model": model, "num_steps": data.num_steps, "data": data.store.fingerprint}
+        facts |= {"processes": processes.count(), "start_digest": start and start.saved.digest}
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
         if self.checkpoint() and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
