@@ -15,12 +15,14 @@ _OF_LAYER = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
 )
-
-
 _SAME_NAME = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rope_theta")
-_OURS = {name: name for name in (*_SAME_NAME, "vocab_size")}  # Llama's names of what our configurations say, and ours
-_OURS |= {"num_hidden_layers": "num_layers", "head_dim": "head_size", "attention_bias": "qkv_bias"}
-_OURS |= {"rms_norm_eps": "norm_epsilon"}
+_OURS = {  # what our configurations say, by Llama's names
+    **{name: name for name in (*_SAME_NAME, "vocab_size")},
+    "num_hidden_layers": "num_layers",
+    "head_dim": "head_size",
+    "rms_norm_eps": "norm_epsilon",
+    "attention_bias": "qkv_bias",
+}
 LAYER_KEYS = {*_OF_LAYER, "hidden_act", "partial_rotary_factor", "sliding_window", "use_sliding_window", "layer_types"}
 
 
