@@ -210,11 +210,8 @@ def _load_files(
         unread = check_weights(name, model, report, source, is_quantised=is_quantised)
     if config.get_text_config() is not config:
         left_out = f" ({counted(len(unread), 'tensor')} left out: {first_names(unread)})" if unread else ""
-        warnings.warn(
-            f"{name} reads more than text: only its text model is used, images are not read{left_out}",
-            TextOnlyWarning,
-            stacklevel=4,
-        )
+        words = f"{name} reads more than text: only its text model is used, images are not read{left_out}"
+        warnings.warn(words, TextOnlyWarning, stacklevel=4)
     for module in model.modules():  # bitsandbytes would repack 4-bit weights, to a form without gradients
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -322,10 +319,10 @@ def _load_adapted(adapter: Path, **options: Any) -> tuple[Any, Any]:
     try:
         model, tokenizer, _ = load_pretrained(base, dtype=torch.float32, device="cpu", **options)
     except ModelNotFound as error:
-        raise ModelNotFound(
-            f"{adapter} is an adapter for {base}, which cannot be loaded: {error}; correct base_model_name_or_path in "
-            f"its {ADAPTER_CONFIG}, or use `draftheads merge --model BASE --adapter {adapter} --out …`"
-        ) from error
+        correct = f"correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        merge = f"or use `draftheads merge --model BASE --adapter {adapter} --out …`"
+        problem = f"{adapter} is an adapter for {base}, which cannot be loaded: {error}"
+        raise ModelNotFound(f"{problem}; {correct}, {merge}") from error
     return with_adapter(model, tokenizer, adapter, trust_remote_code=options["trust_remote_code"])
 
 
@@ -384,10 +381,9 @@ def check_quantisation(name: str, config: Any, given: Any = None, *, source: Pat
     quantizer: Any = AutoHfQuantizer
     if stored and not ((method := stored.get("quant_method")) and quantizer.supports_quant_method(stored)):
         kind = " ".join(filter(None, (method, stored.get("quant_algo")))) or "unknown"
-        raise UnsupportedModel(
-            f"{name} has quantised weights ({kind}), which transformers {transformers.__version__} does not undo: load "
-            "the model that it was made from, which precision int8 or four_bit=True quantise here"
-        )
+        what = f"quantised weights ({kind}), which transformers {transformers.__version__} does not undo"
+        fix = "load the model that it was made from, which precision int8 or four_bit=True quantise here"
+        raise UnsupportedModel(f"{name} has {what}: {fix}")
     return bool(stored)
 
 
@@ -411,10 +407,9 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
         module = model.get_submodule(key.rpartition(".")[0])
         is_own = type(module).__module__.startswith("bitsandbytes.") and key.endswith(".weight")
         if is_own and type(weight) is torch.nn.Parameter:  # what bitsandbytes quantised has another type
-            raise UnsupportedModel(
-                f"{name}: config.json has a quantization_config of bitsandbytes, but the files hold whole weights, "
-                f"such as {key} ({weight.dtype}): delete it there, and give four_bit=True"
-            )
+            what = "config.json has a quantization_config of bitsandbytes, but the files hold whole weights"
+            fix = "delete it there, and give four_bit=True"
+            raise UnsupportedModel(f"{name}: {what}, such as {key} ({weight.dtype}): {fix}")
         if weight.dtype not in FLOATS and (
             type(module).__module__.startswith("torch.") or "Norm" in type(module).__name__
         ):
