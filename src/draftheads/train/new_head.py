@@ -53,9 +53,9 @@ class Start:
             ("vocab_size", saved.config.vocab_size, target.vocab_size),
             ("tokenizer fingerprint", saved.fingerprints.tokenizer, target.fingerprints.tokenizer),
         )
-        for fact in facts:
+        for what, theirs, ours in facts:
             fix = "start from a head of this model or of a tuned copy"
-            saved.check(*fact, target.model_id, name=f"--start-from {name}", fix=fix)
+            saved.check(what, theirs, ours, target.model_id, name=f"--start-from {name}", fix=fix)
         return cls(name, saved, tensors)
 
     def vocab(self, size: int) -> Tensor | None:
