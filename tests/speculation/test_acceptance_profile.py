@@ -98,6 +98,7 @@ WRONG: list[tuple[dict[str, Any], str, type[DraftHeadsError]]] = [
 TEXTS = [
     *((json.dumps({**RAW, **change}), named, error) for change, named, error in WRONG),
     *((json.dumps({name: RAW[name] for name in RAW if name != key}), key, CheckpointCorrupt) for key in RAW),
+    (f'{json.dumps(RAW)[:-1]}, "top_k": 3}}', "the key 'top_k' is there twice", CheckpointCorrupt),
     *((text, "", CheckpointCorrupt) for text in ("", "[]", "{", '{"format_version": 1, "temperature": NaN}')),
 ]
 
