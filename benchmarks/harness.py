@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,7 +29,6 @@ from rich.table import Table
 from draftheads.data.records import TextPrompt, own_prompts
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, source_of
 from draftheads.models.model_config import default_dtype
-from draftheads.utils.estimates import quartiles
 from draftheads.utils.provenance import provenance
 
 Ids = list[int]
@@ -75,6 +75,18 @@ def encoded(prompts: Iterable[TextPrompt], model: Path) -> list[Ids]:
     messages: list[Any] = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
     texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile; never outside the values.
+
+    >>> quartiles([3.0, 1.0, 2.0, 5.0, 4.0])
+    (2.0, 3.0, 4.0)
+    >>> quartiles([2.0])
+    (2.0, 2.0, 2.0)
+    """
+    lower, middle, upper = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return lower, middle, upper
 
 
 def shown(values: Sequence[float], digits: int = 1) -> str:

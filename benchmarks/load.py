@@ -34,6 +34,7 @@ from harness import (
     machine,
     print_setting,
     python_of,
+    quartiles,
     say,
     table_of,
     write_record,
@@ -59,7 +60,6 @@ from rich.table import Table
 from draftheads.data.records import prompts_in
 from draftheads.models.chat_template import read_template
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, find_gguf, source_of
-from draftheads.utils.estimates import quartiles
 
 PLAIN = "plain"
 _PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning

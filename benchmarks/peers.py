@@ -26,6 +26,7 @@ from harness import (
     machine,
     print_setting,
     python_of,
+    quartiles,
     real_model,
     say,
     shown,
@@ -36,7 +37,6 @@ from harness import (
 from draftheads.bench.timing import spread
 from draftheads.data.records import prompts_in
 from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf
-from draftheads.utils.estimates import quartiles
 
 _WARM_UP_TOKENS = 16
 _PAUSE_SECONDS = 0.25  # threads of the peer before spin for up to 0.2 s after their work (OpenMP)

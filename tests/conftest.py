@@ -15,8 +15,9 @@ from draftheads import loading
 from draftheads.checkpoints import registry
 from draftheads.decode import step_costs as cost
 from draftheads.models import packed_weights
+from draftheads.models.model import TargetModel
 from draftheads.utils.machine import OtherPrograms
-from families import by_hand
+from families import by_hand, tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,6 +81,18 @@ def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are loaded as if nodes cost next to nothing: on tiny models nothing else is faster than plain."""
     points = [("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)]
     monkeypatch.setattr(loading, "costs_of", lambda *_, **__: by_hand(points))
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache is empty."""
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Self
 PROGRAM = """
 import json, os, sys
 import matplotlib.figure
-from draftheads.cli import main, {command}
+from draftheads.cli import bench, distill, main
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 print("ready", flush=True)
 for line in sys.stdin:
@@ -36,7 +36,7 @@ class Nursery:
     def __init__(self, command: str) -> None:
         self.command = command
         self.parent = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(command=command.replace("-", "_"))],
+            [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -28,6 +28,7 @@ from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, by_hand, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
 OWN = tiny_profile(Tree.chain(3), temperatures=[1.5, 1.25, 1.0])
 OTHER = tiny_profile(Tree.from_paths([(0,), (1,)]), temperatures=[0.5, 0.75, 1.0])
@@ -42,13 +43,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = load_target(place / "model", **FP32)
     save_head(tiny_head("medusa", base), place / "head", base=base, dtype=torch.float32, profile=OWN)
     return place
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache is empty."""
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -127,9 +121,9 @@ def test_steps_of_recurrent_models_are_not_captured(family: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("cost")
-def test_the_user_s_profile_comes_before_the_head_s_and_a_given_one_before_both(world: Path, cache: Path) -> None:
+def test_the_user_s_profile_comes_before_the_head_s_and_a_given_one_before_both(world: Path, own_cache: Path) -> None:
     folder = cached_profile_folder(read_head(world / "head"))
-    assert folder.is_relative_to(cache)
+    assert folder.is_relative_to(own_cache)
     other = folder.with_name("medusa-0123456789abcdef")  # of another head
     other.mkdir(parents=True)
     OTHER.save(other / "acceptance.json")

@@ -52,6 +52,7 @@ from draftheads.train.tuned_model import merge
 from families import ALL_FAMILIES, HAS_RECURRENT, SMALL, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
+pytestmark = pytest.mark.usefixtures("cheap_nodes", "own_cache")
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
 PROMPTS = ["w1 w2", "w5"]
 TEXT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -67,12 +68,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_head(tiny_head("medusa", base), place / "head", base=base, dtype="fp32", profile=tiny_profile(Tree.chain(3)))
     write_adapter(place / "lora", place / "model")
     return place
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> None:
-    """The user's is empty, and nothing is measured."""
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
 
 
 def write_model(folder: Path, **changes: Any) -> None:

@@ -3,7 +3,7 @@
 A message contains both values and the fix. A broken invariant of our own code is an ``assert``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Integral
 from os import PathLike, fspath
@@ -143,16 +143,29 @@ def close_name(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), 1)), None)
 
 
-def no_such(what: str, name: str, known: Iterable[str], *, other_names: Mapping[str, str]) -> InvalidSettings:
-    """The error for an unknown name, with the one that was probably meant.
+_OF_OTHERS = {  # names of arguments in transformers and vLLM that are not close to ours
+    "do_sample": "temperature",
+    "dtype": "precision",
+    "load_in_4bit": "four_bit",
+    "load_in_8bit": "precision='int8'",
+    "max_length": "max_new_tokens",
+    "max_num_seqs": "max_batch_size",
+    "pretrained_model_name_or_path": "model",
+    "stop_strings": "stop",
+    "torch_dtype": "precision",
+}
 
-    ``other_names`` has names of other libraries, and ours in place of them.
 
-    >>> print(no_such("setting", "top_q", ["top_k", "seed"], other_names={}))
+def no_such(what: str, name: str, known: Iterable[str]) -> InvalidSettings:
+    """The error for an unknown name, with the one that was probably meant; also for a name of another library.
+
+    >>> print(no_such("setting", "top_q", ["top_k", "seed"]))
     no setting 'top_q'; did you mean top_k?
+    >>> print(no_such("setting", "stop_strings", ["stop", "stop_token_ids"]))
+    no setting 'stop_strings'; did you mean stop?
     """
-    known = sorted(known)
-    close = other_names.get(name) or close_name(name, known)
+    known, ours = sorted(known), _OF_OTHERS.get(name, "")
+    close = ours if ours.partition("=")[0] in known else close_name(name, known)
     hint = f"did you mean {close}?" if close else f"choose among {', '.join(known)}"
     return InvalidSettings(f"no {what} {name!r}; {hint}")
 

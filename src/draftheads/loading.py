@@ -49,17 +49,6 @@ PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, **dict.from
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
 
-_OTHER_NAMES = {  # in transformers and vLLM
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "load_in_4bit": "four_bit",
-    "load_in_8bit": "precision='int8'",
-    "pretrained_model_name_or_path": "model",
-    "max_num_seqs": "max_batch_size",
-    "max_model_len": "max_length",
-}
-
-
 def load(
     model: Loadable,
     head: str | PathLike[str] | None = None,
@@ -142,7 +131,7 @@ def load(
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """
     for argument in unknown:
-        raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
+        raise no_such("argument", argument, list(signature(load).parameters)[:-1])
     require_bool(fast=fast, cuda_graphs=cuda_graphs, four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
     _check_paths(head=head, chat_template=chat_template, corpus=corpus)

@@ -294,13 +294,11 @@ class SamplingSettings(GenerateSampling):
             raise InvalidSettings(
                 f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}"
             )
-        if self.grammar is not None and self.ignore_eos:
-            raise InvalidSettings("ignore_eos is True, but an answer with a grammar ends where the grammar ends")
-        if self.grammar is not None and self.min_new_tokens:
-            raise InvalidSettings(
-                f"min_new_tokens is {self.min_new_tokens}, but an answer with a grammar ends where the grammar ends: "
-                "leave min_new_tokens out"
-            )
+        for name in ("ignore_eos", "min_new_tokens"):
+            if self.grammar is not None and (value := getattr(self, name)):
+                raise InvalidSettings(
+                    f"{name} is {value}, but an answer with a grammar ends where the grammar ends: leave {name} out"
+                )
 
 
 # --- settings of several jobs ---
@@ -355,7 +353,6 @@ def at_least(least: int) -> Range:
 ABOVE_0 = Range("must be above 0", lambda value: value > 0)
 FROM_0, FROM_1 = at_least(0), at_least(1)
 FRACTION = Range("must be at least 0 and below 1", lambda value: 0 <= value < 1)
-SHARE = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def up_to(most: int) -> Range:

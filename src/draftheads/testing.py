@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -105,14 +106,11 @@ def _random_text(head: DraftHead, rows: int) -> tuple[Tensor, Tensor]:
 
 def _context(hidden: Tensor, tokens: Tensor, starts: Sequence[int], ends: Sequence[int]) -> Context:
     """The tokens from ``starts`` to ``ends`` of each row, as new ones; the next one is the root."""
-    counts = [end - start for start, end in zip(starts, ends, strict=True)]
-    states, ids = (
-        hidden.new_full((len(ends), max(counts), hidden.shape[-1]), 7.0),
-        tokens.new_zeros(len(ends), max(counts)),
-    )
-    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):  # what lies beyond means nothing
-        states[row, : end - start], ids[row, : end - start] = hidden[row, start:end], tokens[row, start:end]
-    return Context(states, ids, torch.tensor(counts), tokens[torch.arange(len(ends)), torch.tensor(ends)])
+    spans, last = list(enumerate(map(slice, starts, ends))), torch.tensor(ends)
+    # what lies beyond means nothing
+    states = pad_sequence([hidden[row, span] for row, span in spans], batch_first=True, padding_value=7.0)
+    ids = pad_sequence([tokens[row, span] for row, span in spans], batch_first=True)
+    return Context(states, ids, last - torch.tensor(starts), tokens[torch.arange(len(ends)), last])
 
 
 def _check_training(head: DraftHead) -> None:
@@ -171,10 +169,8 @@ def _check_steps(head: DraftHead) -> None:
         if step in (2, 3):
             session.observe(context)
         else:
-            found, fresh = (
-                session.propose(context, shape),
-                head.start().propose(_context(hidden[rows], tokens[rows], [0] * len(rows), ends), shape),
-            )
+            whole = _context(hidden[rows], tokens[rows], [0] * len(rows), ends)
+            found, fresh = session.propose(context, shape), head.start().propose(whole, shape)
             message = f"step {step}: a session that has read the text in steps drafts otherwise than one that begins"
             for one, other in ((found.token_ids, fresh.token_ids), (found.path_log_probs, fresh.path_log_probs)):
                 _close(one, other, msg=message)

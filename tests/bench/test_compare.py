@@ -17,7 +17,6 @@ import draftheads
 from draftheads.bench import compare, rounds, timing
 from draftheads.bench.compare import Comparison
 from draftheads.bench.contenders import Contender
-from draftheads.bench.conversations import Conversations
 from draftheads.bench.quality import Item, Measure, Outcome
 from draftheads.bench.rounds import Bench
 from draftheads.bench.settings import BenchSettings, Point, Variant
@@ -51,11 +50,6 @@ def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 def of_head(name: str, head: DraftHead, identity: str = "1") -> Contender:
     """A head whose best tree is found, and from which drafts can be drawn."""
     return Contender(name, head, identity, head=head, draws=True)
-
-
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
 
 
 def contenders(model: TargetModel) -> list[Contender]:
@@ -262,11 +256,10 @@ def talking(world: Path) -> TargetModel:
     return draftheads.load(str(world / "model"), precision="fp32", fast=False).model
 
 
-def test_answers_stand_in_the_conversation_without_blanks_around_them(talking: TargetModel):
-    model = talking
-    ids = model.tokenizer(" hello ", add_special_tokens=False)["input_ids"]
-    assert model.tokenizer.decode(ids) != "hello"
-    assert Conversations(Engine(model)).said(ids) == "hello"
+def test_answers_stand_in_the_conversation_without_blanks_around_them(talking: TargetModel, tmp_path: Path):
+    ids = talking.tokenizer(" hello ", add_special_tokens=False)["input_ids"]
+    assert talking.tokenizer.decode(ids) != "hello"
+    assert bench(talking, tmp_path, [])._said(ids) == "hello"
 
 
 def test_what_is_too_long_is_a_problem_of_its_question(talking: TargetModel, tmp_path: Path):
@@ -307,10 +300,10 @@ def test_prompts_can_have_one_length_and_long_ones_lose_their_middle(model: Targ
     prompts = [[*prompt, *range(10, 30), 7, 8] for prompt in PROMPTS[:3]]
     settings = replace(SETTINGS, longest_prompt=5, prompt_tokens=(3, 9))
     one = bench(model, tmp_path, [], settings, [*prompts, [3, 4]])
-    whole = [one._talks(Point()).ids(question) for question in one.questions]
+    whole = [one._ids(Point(), question) for question in one.questions]
     assert whole == [*([*prompt[:3], 7, 8] for prompt in prompts), [3, 4]]
     for point in settings.points():
-        cut = [one._talks(point).ids(question) for question in one.questions]
+        cut = [one._ids(point, question) for question in one.questions]
         assert cut == [(ids * 5)[: point.prompt_tokens] for ids in whole]
 
 

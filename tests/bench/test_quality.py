@@ -21,7 +21,7 @@ def scores(measure: Measure, *items: Item) -> list[Scores]:
     return measure(items, NoProgress())
 
 
-def test_agreement_by_tokens():
+def test_agreement_by_tokens_or_by_characters():
     """The common prefix ends with the first turn that differs."""
 
     def items(**answers: tuple[tuple[int, ...], ...]) -> list[Item]:
@@ -34,8 +34,6 @@ def test_agreement_by_tokens():
     assert prefix.values == {"a": 4, "b": 2, "c": 1, "d": 2}
     assert same.problems == prefix.problems == {"e": "plain decoding has no answer"}
 
-
-def test_agreement_by_characters_and_without_all_turns():
     same, prefix = scores(Agreement([item("a", "abc"), item("b", "x", "y")]), item("a", "abd"), item("b", "x"))
     assert (same.values, prefix.values) == ({"a": 0}, {"a": 2})
     assert same.problems == {"b": "plain decoding has another number of turns"}

@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 
 from draftheads.bench import table
-from draftheads.bench.table import ALL, COLUMNS, Column, Row, by_part, markdown, parts_of, table_of, timed_row
+from draftheads.bench.table import (
+    ALL,
+    COLUMNS,
+    Column,
+    Row,
+    by_part,
+    markdown,
+    parts_of,
+    remarks,
+    table_of,
+    timed_row,
+    verdict,
+)
 from draftheads.bench.timing import Answers
-from draftheads.bench.verdict import remarks, verdict
 
 
 def answers(*each: tuple[int, int, float]) -> list[Answers]:

@@ -1,7 +1,6 @@
 """Ways of decoding answer in turn, within a time box, and are timed."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,11 +29,6 @@ from draftheads.speculation.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
 
 
 # --- turns ---
@@ -86,23 +80,6 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
     assert over_plain(engines, [[prompt] for prompt in range(number)]) == {"one": (2.0, 0.0), "two": (2.0, 0.0)}
     assert sorted(asked) == [(name, prompt) for name in ("one", "plain", "two") for prompt in few]
     assert [name for name, _ in asked[:6]] == ["plain", "one", "two", "two", "one", "plain"]
-
-
-def test_saved_answers_are_used_in_place_of_new_ones():
-    asked: list[tuple[str, int, int]] = []
-    known: dict[int, Any] = {}
-
-    def saved(number: int, find: Callable[[], Any]) -> Any:
-        if number not in known:
-            known[number] = find()
-        return known[number]
-
-    ways, groups = {name: recorder(name, asked) for name in "ab"}, [[[0]], [[1]], [[2]]]
-    first = take_turns(ways, groups[:2], max_new_tokens=8, saved=saved)
-    asked.clear()
-    second = take_turns(ways, groups, max_new_tokens=8, saved=saved)
-    assert [number for _, number, tokens in asked if tokens == 8] == [2, 2]
-    assert {name: answers[:2] for name, answers in second.items()} == first
 
 
 # --- the time box ---
@@ -228,11 +205,8 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(model: TargetModel,
     parts = found.draft_milliseconds, found.verify_milliseconds, found.rest_milliseconds
     assert parts == (1e3 * steps, 2e3 * steps, 0.5e3 * steps)
     assert found.seconds == 1.0 + 3.5 * (steps + 1)
-
-
-def test_an_answer_without_a_step_has_no_parts(model: TargetModel):
-    (found,) = engine_way(Engine(model))(PROMPTS[:1], 1)
-    assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)
+    (without_steps,) = engine_way(Engine(model))(PROMPTS[:1], 1)
+    assert (without_steps.num_timed_steps, without_steps.verify_milliseconds) == (0, 0.0)
 
 
 # --- what drafting costs ---

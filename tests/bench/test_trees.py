@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from draftheads.bench.contenders import Contender
+from draftheads.bench.contenders import Contender, TreeFinder, dense_tree, numbered
 from draftheads.bench.settings import BenchSettings, Variant
-from draftheads.bench.trees import TreeFinder, dense_tree, numbered
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
@@ -16,16 +15,11 @@ from draftheads.search.replay import Replay
 from draftheads.speculation.shapes import BestFirst, Sampled
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
-from families import tiny_head, tiny_model
+from families import tiny_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OTHERS = [[9, 3 + row, 8] for row in range(4)]
 SETTINGS = BenchSettings(num_nodes=6, max_new_tokens=10, num_calibration_prompts=4)
-
-
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
 
 
 def finder(model: TargetModel, folder: Path, **changes: Any) -> TreeFinder:

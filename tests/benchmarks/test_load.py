@@ -162,8 +162,7 @@ def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(
 
 
 @pytest.fixture
-def smallest(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> load.Options:
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+def smallest(world: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> load.Options:
     monkeypatch.setattr(load, "_PAUSE_SECONDS", 0)
     places = {"environments": tmp_path, "json": tmp_path / "load.json", "prompts": world / "prompts.jsonl"}
     return load.Options(**places, model=str(world / "model"), precision="fp32", threads=1, quick=True)

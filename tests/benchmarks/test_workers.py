@@ -183,10 +183,9 @@ class Here:
 
 
 @pytest.fixture
-def asked(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def asked(world: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of the smallest comparison, with workers in this process."""
     model = world / "model"
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     for name, module in STAND_INS.items():
         monkeypatch.setitem(sys.modules, name, module)
     for script in (peers, heads_in_engines):
@@ -204,7 +203,7 @@ def rows_of(asked: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_peers_gives_every_worker_its_settings(asked: dict[str, Any], world: Path):
+def test_peers_gives_every_worker_its_settings(asked: dict[str, Any], world: Path, capsys: pytest.CaptureFixture[str]):
     """Every row of the table, one prompt at a time and two together."""
     peers.main(peers.Options(head=str(world / "hydra"), batch_sizes=(1, 2), **asked))
     rows = rows_of(asked)
@@ -217,8 +216,10 @@ def test_peers_gives_every_worker_its_settings(asked: dict[str, Any], world: Pat
     tokens = {(row["name"], row["batch_size"]): row["num_tokens"] for row in rows if "error" not in row}
     assert {tokens[f"{name} fp32{head}", 1] for name, head in (("draftheads", ""), ("transformers", " lookup"))} == {24}
     assert tokens["llama-cpp Q4_1", 1] == tokens["llama-cpp Q4_1", 2] == tokens["vllm fp32", 2]
-    ours = [row["tokens_per_step"] for row in rows if row["name"].startswith("draftheads")]
-    assert min(ours) >= 1.0
+    steps = {row["name"]: row["tokens_per_step"] for row in rows if "error" not in row}
+    assert min(steps[name] for name in steps if name.startswith("draftheads")) >= 1.0
+    assert steps["transformers fp32"] is None, "it does not count them"
+    assert "first token, ms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ["vllm", "openvino", "llama-server"])

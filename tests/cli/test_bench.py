@@ -20,8 +20,7 @@ BENCH = ["bench", "./model", *QUICK, "--prompts", "four.jsonl", "--limit", "3"]
 
 
 @pytest.fixture(autouse=True)
-def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+def prompts(here: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     monkeypatch.setattr(compare, "own_prompts", lambda _: here / "four.jsonl")
 

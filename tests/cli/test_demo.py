@@ -13,8 +13,7 @@ DEMO = ["demo", "--model", "model", "--prompts", "demo.jsonl", "--max-new-tokens
 
 
 @pytest.fixture(autouse=True)
-def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+def prompts(here: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "demo.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS[:4]))
 
 

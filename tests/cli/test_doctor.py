@@ -86,7 +86,7 @@ def test_everything_is_found_in_words_and_nothing_is_written(here: Path):
 
 
 def test_the_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "find_cores", lambda: Cores(logical=16, physical=8, allowed=16, quota=4.0))
+    monkeypatch.setattr(doctor, "find_cores", lambda: Cores(logical=16, allowed=16, quota=4.0))
     monkeypatch.setattr(doctor, "find_memory", lambda: Memory(64 * 10**9, 50 * 10**9, 9 * 10**8))
     found = list(doctor.examine())
     assert one(found, "cores").text == "4 of 16 usable"

@@ -249,7 +249,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path):
     [
         ("bench", "bench.compare_heads", ""),
         ("demo", "bench.compare_heads", ""),
-        ("tune model medusa", "tune.tune_head", "--device cpu --trust-remote-code"),
+        ("tune model medusa", "bench.tune_head", "--device cpu --trust-remote-code"),
     ],
 )
 @pytest.mark.usefixtures("here")

@@ -13,13 +13,13 @@ from transformers import GenerationConfig
 from cli_world import Run
 from draftheads.cli.main import main
 from draftheads.cli.show import bracketed
-from draftheads.cli.show_batch import planned_batch
+from draftheads.cli.train import planned_batch
 from draftheads.cli.train_options import ShowBatchOptions
 from draftheads.data.texts import EncodedChat, load_texts
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer
-from draftheads.reports.batch_page import batch_page
 from draftheads.reports.page import Page
+from draftheads.reports.record_pages import batch_page
 from html_pages import check_page
 from training_world import (
     EOS,

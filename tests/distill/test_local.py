@@ -10,24 +10,21 @@ from draftheads.distill.local import user_turn
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import ModelTokenizer
-from training_world import EOS, chat_model, chat_tokenizer
+from training_world import EOS, TEMPLATE, chat_model, chat_tokenizer
 
 
 @pytest.mark.parametrize(
-    ("template", "end"),
+    ("template", "opening", "end"),
     [
-        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", {"stop_token_ids": (EOS,)}),
-        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", {"stop": ("w2 w3",)}),
+        (TEMPLATE, "<s> user \n", {"stop_token_ids": (EOS,)}),
+        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", "<s>", {"stop_token_ids": (EOS,)}),
+        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", "w1", {"stop": ("w2 w3",)}),
     ],
 )
-def test_the_end_of_a_user_turn_is_found_in_the_template(template: str, end: dict[str, Any]):
-    assert user_turn(ModelTokenizer(chat_tokenizer(template), frozenset()))[1] == end
-
-
-def test_the_opening_of_a_user_turn_is_found_in_the_template():
-    tokenizer = chat_tokenizer()
-    reader = ModelTokenizer(tokenizer, frozenset({EOS}))
-    assert user_turn(reader)[0] == tokenizer("<s> user \n", add_special_tokens=False)["input_ids"]
+def test_the_beginning_and_the_end_of_a_user_turn_are_found_in_the_template(template: str, opening: str, end: Any):
+    tokenizer = chat_tokenizer(template)
+    ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
+    assert user_turn(ModelTokenizer(tokenizer, frozenset({EOS}))) == (ids, end)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from draftheads.decode.engine import Engine
-from draftheads.interop.generate_loop import DraftedRows, GenerateRules, Texts
+from draftheads.interop.generate_loop import DraftedRows, Texts
 from draftheads.models.model import StepMode, TargetModel
 from fake_device import DEVICE, FakeDevice
 from families import PROMPTS, TREES, tiny_head, tiny_model
@@ -25,7 +25,8 @@ END = 10
 def texts_of(engine: Engine, device: torch.device, *, together: bool) -> tuple[Tensor, Tensor]:
     longest = max(map(len, PROMPTS))
     prompts = torch.tensor([[0] * (longest - len(ids)) + ids for ids in PROMPTS], device=device)
-    rules = GenerateRules(
+    texts = Texts(
+        prompts=prompts,
         processors=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]),
         criteria=StoppingCriteriaList([EosTokenCriteria(END), MaxLengthCriteria(longest + 10)]),
         samples=False,
@@ -33,7 +34,6 @@ def texts_of(engine: Engine, device: torch.device, *, together: bool) -> tuple[T
         keeps_scores=True,
         together=together,
     )
-    texts = Texts(prompts, rules)
     DraftedRows(engine, texts, PROMPTS, most_tokens=longest + 10).run()
     assert texts.token_ids.device == device
     assert texts.scores is not None

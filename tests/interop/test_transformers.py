@@ -40,16 +40,11 @@ from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 from thorough import some
 
+pytestmark = pytest.mark.usefixtures("cheap_nodes", "own_cache")
 FOUR = [*PROMPTS, [22, 3, 9, 4]]
 NEW_TOKENS = 28
 UNUSED = 99  # an end token that no model says
 World = Callable[..., tuple[Any, Path]]
-
-
-@pytest.fixture(autouse=True)
-def _costs(cheap_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting is worth it."""
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 from draftheads.data.batches import collate
 from draftheads.data.features import Document
 from draftheads.data.texts import EncodedChat
-from draftheads.reports.batch_page import batch_page, num_read, padding_share
 from draftheads.reports.page import Page, render
+from draftheads.reports.record_pages import batch_page, num_read, padding_share
 from html_pages import check_page
 from training_world import VOCAB, chat_tokenizer
 
@@ -57,8 +57,11 @@ def test_padding_is_what_collating_adds(skips: bool):
     assert 0 < share == pytest.approx(float((padded == 0).float().mean()))
 
 
-def test_the_page_shows_legend_texts_and_counts():
-    page = page_of()
+def test_the_page_shows_legend_texts_and_counts_and_folds_model_data_and_command():
+    page = page_of(seed=3)
+    settings = {"model": "tiny", "data": ["some/chats.jsonl"], "index": 1, "max_length": 5, "seed": 3}
+    made = {"Model, data and settings": settings, "Command and machine": {"command": "draftheads show-batch"}}
+    assert {title: dict(values) for title, values in page.facts} == made
     assert page.title == "Training batch 1 of some/chats.jsonl"
     assert page.verdict == "The heads learn 3 of the 8 tokens in this batch (37.5%)."
     assert page.note.startswith("As tiny reads it: 2 texts.")
@@ -74,12 +77,3 @@ def test_the_page_shows_legend_texts_and_counts():
     check_page(html)
     assert "<div>left out: no learned token</div></th><td></td><td>4</td>" in html
     assert '<span class="learned special">' in html
-
-
-def test_model_data_and_command_are_folded():
-    facts = {title: dict(values) for title, values in page_of(seed=3).facts}
-    settings = {"model": "tiny", "data": ["some/chats.jsonl"], "index": 1, "max_length": 5, "seed": 3}
-    assert facts == {
-        "Model, data and settings": settings,
-        "Command and machine": {"command": "draftheads show-batch"},
-    }

@@ -31,17 +31,17 @@ def test_each_head_has_a_row_and_a_joint_run_a_table_of_how_far_the_model_moved(
     heads, moved = training_page({**METRICS, "movement": MOVEMENT}, write_training_run(tmp_path)).tables
     assert heads.rows == [[1, "2.500", "50.0%", "70.0%", "87.5%"], [2, "3.250", "25.0%", "40.0%", "50.0%"]]
     assert [row[1:] for row in moved.rows] == [["3.500", "3.750"], ["", "0.0125"], ["", "97.5%"]]
-    assert len(training_page(METRICS, tmp_path).tables) == 1
 
 
-def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path):
+def test_settings_that_differ_from_the_defaults_come_first_and_a_run_that_logged_nothing_has_a_page(tmp_path: Path):
     page = training_page(METRICS, tmp_path)
     assert page.settings == [("data", ["chats.jsonl"])]
     facts = {title: dict(values) for title, values in page.facts}
-    assert facts == {
-        "Settings at their defaults": {"learning_rate": 0.0005},
-        "Command and machine": METRICS["provenance"],
-    }
+    defaults = {"learning_rate": 0.0005}
+    assert facts == {"Settings at their defaults": defaults, "Command and machine": METRICS["provenance"]}
+    assert len(page.tables) == 1
+    (plot,) = page.plots
+    assert curves_of(plot) == {"loss": {}}
 
 
 def losses_of(folder: Path, losses: Sequence[float]) -> Any:
@@ -91,11 +91,6 @@ def test_an_early_spike_of_the_loss_does_not_flatten_the_rest(tmp_path: Path):
     assert losses_of(tmp_path, [100.0]).top is None
 
 
-def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path):
-    (plot,) = training_page(METRICS, tmp_path).plots
-    assert curves_of(plot) == {"loss": {}}
-
-
 # --- what was tuned ---
 
 
@@ -131,21 +126,15 @@ def test_the_verdict_says_where_no_tree_is_faster():
     assert len(page.numbers) == 1
 
 
-def test_each_number_of_requests_has_a_row_smallest_first():
-    assert tune_page(TUNE).tables[0].rows == [
+def test_tables_are_by_requests_by_size_of_tree_and_by_head():
+    speeds, sizes, accuracy = tune_page(TUNE).tables
+    assert speeds.rows == [
         [1, "growing", 3, "1.60", "80.0", "50.0"],
         [8, "plain", 1, "1.00", "1,234.5", "1,234.5"],
     ]
-
-
-def test_each_kind_of_tree_has_its_tokens_per_step_by_size():
-    assert tune_page(TUNE).tables[1].rows == [[1, "1.00", "1.00"], [2, "1.50", "1.50"]]
-
-
-def test_accuracies_of_the_heads_are_sums_over_ranks_from_1():
-    table = tune_page(TUNE).tables[2]
-    assert table.columns == ["head", "top-1", "top-3"], "four ranks were measured"
-    assert table.rows == [[1, "50.0%", "68.8%"], [2, "25.0%", "25.0%"]]
+    assert sizes.rows == [[1, "1.00", "1.00"], [2, "1.50", "1.50"]]
+    assert accuracy.columns == ["head", "top-1", "top-3"], "four ranks were measured"
+    assert accuracy.rows == [[1, "50.0%", "68.8%"], [2, "25.0%", "25.0%"]], "sums over ranks"
 
 
 def test_plots_show_speeds_both_kinds_of_trees_and_the_mean_calibration_error():

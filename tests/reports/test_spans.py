@@ -10,8 +10,8 @@ from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.data.records import Record
 from draftheads.data.texts import EncodedChat, encode_chat
 from draftheads.models.pretrained import ModelTokenizer
-from draftheads.reports.batch_page import VISIBLE, pieces_of
 from draftheads.reports.page import Pieces
+from draftheads.reports.record_pages import VISIBLE, pieces_of
 from training_world import EOS, chat, chat_tokenizer
 
 BROKEN = "\ufffd"

@@ -36,11 +36,6 @@ def answered(one: Replay, folder: Path, prompts: Sequence[list[int]] = PROMPTS) 
     return own_answers(one.target, ids, one.settings, folder=folder, progress=NoProgress())
 
 
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
 @pytest.fixture
 def small(model: TargetModel) -> Replay:
     """For two heads and three ranks."""
@@ -115,6 +110,8 @@ def test_a_half_with_fewer_paths_gives_smaller_trees(small: Replay):
     poor = seen_as([(0, 3)] * 8 + [(3, 3)])
     found = small._static([rich, poor])
     assert len(found["paths"]) == 7
+    short = small._static([seen_as([(0, 3), (3, 3)])] * 2)
+    assert (short["paths"], short["expected"]) == ([[0]], [1.0, 1.0]), "fewer observations than heads"
     # the rich half is judged with the one path of the poor one, whatever the size
     for size in range(2, 9):
         tree = set(by_count([rich])[: size - 1])
@@ -143,11 +140,6 @@ def test_accuracies_are_counted_where_the_answer_goes_on():
     chances = torch.rand(3, K, R, generator=torch.Generator().manual_seed(0))
     found = accuracies([seen_as([(0, 0)] * 3, chances)])
     assert found == [pytest.approx(chances[:2, 0].mean(0).tolist()), pytest.approx(chances[0, 1].tolist())]
-
-
-def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Replay):
-    found = small._static([seen_as([(0, 3), (3, 3)])] * 2)
-    assert (found["paths"], found["expected"]) == ([[0]], [1.0, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -57,20 +57,13 @@ def best_by_search(width: int, values: Mapping[Path, float]) -> list[float]:
     return [1.0 + float((trees @ worth).max()) for trees in every_tree(width)]
 
 
-def test_ties_go_to_the_shallower_then_the_better_rank() -> None:
-    ranks = torch.tensor([[1, 0], [0, 0]])
-    assert best_tree(ranks, 3).paths == ((), (0,), (1,))
-
-
-def test_no_positions_give_the_root_alone() -> None:
+def test_ties_go_to_the_shallower_then_the_better_rank_and_no_positions_give_the_root_alone() -> None:
+    assert best_tree(torch.tensor([[1, 0], [0, 0]]), 3).paths == ((), (0,), (1,))
     none = torch.zeros(0, 4, dtype=torch.long)
     assert best_tree(none, 8) == Tree.chain(0)
     assert expected_tokens(none, Tree.chain(4)) == 1.0
-
-
-def test_a_tree_without_room_for_its_root_is_an_error() -> None:
     with pytest.raises(InvalidSettings, match="num_nodes is 0"):
-        best_tree(torch.zeros(1, 1, dtype=torch.long), 0)
+        best_tree(none, 0)
 
 
 small_tables = st.integers(2, 3).flatmap(

@@ -78,7 +78,7 @@ def test_the_limits_of_control_groups(
 ) -> None:
     write(root, files)
     cores = find_cores(root)
-    assert cores == Cores(logical=8, physical=4, allowed=8, quota=quota)
+    assert cores == Cores(logical=8, allowed=8, quota=quota)
     assert cores.usable == usable
     assert find_memory(root) == (16 * 10**9, 8 * 10**9, memory)
 
@@ -90,7 +90,7 @@ def test_a_process_may_be_bound_to_some_cores_and_other_systems_have_no_limits(
     assert find_cores(root).usable == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     (root / "proc/self/cgroup").unlink()
-    assert find_cores(root) == Cores(logical=8, physical=4, allowed=8, quota=None)
+    assert find_cores(root) == Cores(logical=8, allowed=8, quota=None)
     assert find_memory(root).limit is None
 
 

@@ -178,14 +178,14 @@ def compare_heads(
         "peak_bytes": _peak_bytes(),
         "disturbed": disturbed,  # other programs used the cores
         "problems": bench.problems,
-        "unmeasured": bench.ratings.unmeasured,  # a judge failed, and can be asked again
+        "unmeasured": bench.unmeasured,  # a judge failed, and can be asked again
         "judge": next((each.made_by for each in measures if isinstance(each, Measure) and each.made_by), None),
         "example": bench.example,
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),
     }
     comparison = Comparison(rows, record, bench.lines, tuple(bench.saved))
-    if not keep and not bench.ratings.unmeasured:
+    if not keep and not bench.unmeasured:
         comparison.forget()
     return comparison
 

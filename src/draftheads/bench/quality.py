@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from draftheads.bench.settings import MIN_PROMPTS
+from draftheads.bench.table import Estimate, bootstrap
 from draftheads.errors import DraftHeadsError, first_line
 from draftheads.models.model import TargetModel
-from draftheads.utils.estimates import Estimate, bootstrap
 from draftheads.utils.progress import Progress, counted_stage
 
 Outcome = tuple[float, ...] | str  # the values of an item, or why it has none
@@ -152,40 +152,6 @@ class Perplexity(Measure):
 
 def _num_scored(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
     return max(len(answer_ids) - (not prompt_ids), 0)
-
-
-class Ratings:
-    """What measures say of the answers of all ways; the same texts, as of exact drafters, are measured once.
-
-    ``"agreement"`` stands for :class:`Agreement` with plain decoding. Answers of others are saved in the folder.
-
-    Attributes:
-        others: measures that ask other programs.
-        unmeasured: whether a measure that asks others failed, so that the same comparison should try it again.
-    """
-
-    def __init__(self, measures: Sequence[Measure | str], folder: Path, progress: Progress) -> None:
-        self._measures, self._progress = measures, progress
-        self._known: dict[Any, list[Scores]] = {}  # by measure and texts
-        self.unmeasured = False
-        self.others = [each for each in measures if isinstance(each, Measure) and each.asks_others]
-        for measure in self.others:
-            measure.folder = folder
-
-    def of(self, items: Sequence[Item], plain_items: Sequence[Item]) -> tuple[list[Scores], list[tuple[str, str]]]:
-        """The scores of a way's answers, and problems: the question's id, and the measure with its reason."""
-        scores: list[Scores] = []
-        problems = []
-        texts = tuple(item.answer_ids for item in items)
-        for number, given in enumerate(self._measures):
-            measure = Agreement(plain_items) if isinstance(given, str) else given
-            if measure is not given or (number, texts) not in self._known:
-                self._known[number, texts] = measure(items, self._progress)
-            known = self._known[number, texts]
-            self.unmeasured |= measure.asks_others and any(each.problems for each in known)
-            scores += known
-            problems += [(key, f"{measure.name}: {why}") for each in known for key, why in each.problems.items()]
-        return scores, problems
 
 
 def quality_fields(scores: Sequence[Scores], question_ids: set[str]) -> dict[str, Any]:

@@ -1,21 +1,23 @@
-"""The rounds of a comparison: all ways of decoding answer the same questions in turn, and their numbers are rows."""
+"""The rounds of a comparison: all ways of decoding answer the same questions in turn, and their numbers are rows.
+
+A question may have several turns: then the next one continues the conversation with the answer.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from draftheads.bench.contenders import Contender
-from draftheads.bench.conversations import Conversations, Question, question_of
-from draftheads.bench.quality import Item, Measure, Ratings, Scores, quality_fields
+from draftheads.bench.contenders import Contender, TreeFinder
+from draftheads.bench.quality import Agreement, Item, Measure, Scores, quality_fields
 from draftheads.bench.settings import DRAWN, LOADED, MIN_PROMPTS, BenchSettings, Point, Variant
 from draftheads.bench.table import ALL, TURN, WITH_COPIES, Row, heads_only, parts_of, timed_row
 from draftheads.bench.timing import (
     PLAIN,
     STOCK,
     Answers,
-    Ids,
     Way,
     drafting_cost,
     engine_way,
@@ -24,18 +26,52 @@ from draftheads.bench.timing import (
     take_turns,
     together,
 )
-from draftheads.bench.trees import TreeFinder
 from draftheads.data.records import Record
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompts import Prompt
+from draftheads.decode.prompts import Prompt, prompt_ids
 from draftheads.decode.text import TextStream, pieces_of
 from draftheads.errors import DataError, InvalidPrompt, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
+from draftheads.utils.messages import Message
 from draftheads.utils.progress import Progress, counted_stage
 from draftheads.utils.provenance import identity_digest, saved_json
 
 _QUEUE = 4  # prompts in a group for each one that is at work: the next one takes the place of one that is answered
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation as far as it is given, and what the user says next, turn by turn."""
+
+    number: int  # among all questions
+    turns: tuple[str, ...]
+    before: tuple[Message, ...] = ()
+    role: str = "user"  # of the turns
+    is_ids: tuple[int, ...] | None = None  # token ids in place of all
+    name: str = ""  # of a record, else its number from 1
+    category: str = ""
+    reference: Any = None
+
+
+def question_of(number: int, prompt: Prompt | Record) -> Question:
+    """The question of a prompt or a record."""
+    about: dict[str, Any] = {"name": str(number + 1)}
+    if isinstance(prompt, Record):
+        found = (prompt.labels[label] for label in ("question_id", "id") if label in prompt.labels)
+        about = {"name": str(next(found, number + 1)), "category": prompt.category, "reference": prompt.reference}
+        if prompt.is_text:
+            return Question(number, prompt.user_turns, **about)
+    messages = list(prompt.messages) if isinstance(prompt, Record) else prompt
+    if isinstance(messages, str):
+        return Question(number, (messages,), **about)
+    if isinstance(messages[0], int):
+        return Question(number, ("",), is_ids=tuple(messages), **about)  # type: ignore[arg-type]
+    *before, last = messages
+    return Question(number, (last["content"],), tuple(before), role=last["role"], **about)  # type: ignore[index,arg-type]
+
+
+# --- the rounds ---
 
 
 @dataclass(frozen=True)
@@ -68,11 +104,16 @@ class Bench:
     max_seconds: float = math.inf  # of all answers
 
     def __post_init__(self, prompts: Sequence[Prompt | Record], calibration: Sequence[list[int]]) -> None:
-        self.ratings = Ratings(self.measures, self.folder, self.progress)
+        self.others = [each for each in self.measures if isinstance(each, Measure) and each.asks_others]
+        for measure in self.others:  # their answers are saved, too
+            measure.folder = self.folder
+        self.unmeasured = False  # whether such a measure failed, so that the same comparison should try it again
+        self._scored: dict[Any, list[Scores]] = {}  # by measure and texts: those of exact drafters are measured once
         self.questions = [question_of(number, prompt) for number, prompt in enumerate(prompts)]
         if len({question.name for question in self.questions}) < len(self.questions):
             self.questions = [replace(question, name=str(question.number + 1)) for question in self.questions]
         self.trees = TreeFinder(self.target, calibration, self.settings, folder=self.folder, progress=self.progress)
+        self.engine = Engine(self.target)  # reads prompts
         self.lines: list[dict[str, Any]] = []  # every answer
         self.problems: list[dict[str, Any]] = []  # what was not answered or measured, and why
         self.drafting: dict[str, Any] = {}  # milliseconds of each head's parts
@@ -90,7 +131,7 @@ class Bench:
         for number, point in enumerate(points, 1):
             rows += self._rows(point, "" if len(points) == 1 else f" at {in_words(point)} ({number} of {len(points)})")
         self._show_best(rows)
-        if self.ratings.others:
+        if self.others:
             self.saved += self.folder.glob("rated-*.json")
         return rows
 
@@ -135,8 +176,47 @@ class Bench:
 
     # --- what they do ---
 
-    def _talks(self, point: Point) -> Conversations:
-        return Conversations(Engine(self.target), point.prompt_tokens, self.settings.longest_prompt)
+    def _ids(self, point: Point, question: Question, answers: Sequence[str] = ()) -> list[int]:
+        """Token ids of the turn after these answers. Long prompts lose their middle: instructions are at both ends."""
+        ids, longest, size = list(question.is_ids or ()), self.settings.longest_prompt, point.prompt_tokens
+        if question.is_ids is None:
+            said = list(question.before)
+            for turn, text in enumerate(question.turns[: len(answers) + 1]):
+                said.append({"role": question.role, "content": text})
+                said += [{"role": "assistant", "content": answer} for answer in answers[turn : turn + 1]]
+            ids = prompt_ids(self.target, said)
+        if longest is not None and len(ids) > longest:
+            ids = ids[: -(-longest // 2)] + ids[-(longest // 2) :]
+        if size is not None:
+            ids = (ids * -(-size // len(ids)))[:size]
+        return self.engine.encode(ids)
+
+    def _said(self, token_ids: Sequence[int]) -> str:
+        """An answer as it stands in the conversation."""
+        text: str = self.target.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text.strip()
+
+    def _conversing(self, point: Point, decode: Way) -> Way:
+        """The way that answers questions, all turns, in place of prompts. A turn that is too long ends its question."""
+
+        def answer(group: Sequence[Question], max_new_tokens: int) -> list[Answers]:
+            texts: dict[int, list[str]] = {question.number: [] for question in group}
+            found = []
+            for turn in range(max(len(question.turns) for question in group)):
+                asked = {}
+                for question in group:
+                    if len(texts[question.number]) == turn < len(question.turns):
+                        with suppress(InvalidPrompt):
+                            asked[question.number] = self._ids(point, question, texts[question.number])
+                if not asked:
+                    break
+                (answers,) = decode(list(asked.values()), max_new_tokens)
+                found.append(replace(answers, turn=turn, questions=tuple(asked)))
+                for number, ids in zip(asked, answers.token_ids, strict=True):
+                    texts[number].append(self._said(ids))
+            return found
+
+        return answer
 
     def _rows(self, point: Point, where: str) -> Iterator[Row]:
         ways = self._ways(point)
@@ -170,11 +250,10 @@ class Bench:
 
     def _timed(self, point: Point, ways: dict[str, _Way], where: str) -> dict[str, list[Answers]]:
         """All ways' answers to all questions that the model takes, in turn; ``where`` names the point."""
-        talks = self._talks(point)
         questions = []
         for question in self.questions:
             try:
-                talks.ids(question)
+                self._ids(point, question)
                 questions.append(question)
             except InvalidPrompt as error:
                 self._problem(question.name, 1, str(error))
@@ -199,7 +278,10 @@ class Bench:
             advance()
             return answers
 
-        given, tokens = {name: talks.way(way.decode) for name, way in ways.items()}, self.settings.max_new_tokens
+        given, tokens = (
+            {name: self._conversing(point, way.decode) for name, way in ways.items()},
+            self.settings.max_new_tokens,
+        )
         found = take_turns(given, groups, max_new_tokens=tokens, max_seconds=self.max_seconds, saved=saved)
         self.saved += self.folder.glob(f"timed-{key}-*.json")
         return found
@@ -224,20 +306,22 @@ class Bench:
                         "last_seconds": answers.last_seconds[place],
                     }
                 )
-        for question, _, said in self._answered(point, own):
-            if len(said) < len(question.turns):
+        for question, item in self._answered(point, own):
+            if len(item.answers) < len(question.turns):
                 try:
-                    self._talks(point).ids(question, said)
+                    self._ids(point, question, item.answers)
                 except InvalidPrompt as error:
-                    self._problem(question.name, len(said) + 1, f"{way.name}: {error}")
+                    self._problem(question.name, len(item.answers) + 1, f"{way.name}: {error}")
 
-    def _answered(self, point: Point, own: Sequence[Answers]) -> Iterator[tuple[Question, list[Ids], list[str]]]:
-        """Each question that has answers, with the token ids and texts of these."""
-        talks, texts = self._talks(point), first_texts(own)
+    def _answered(self, point: Point, own: Sequence[Answers]) -> Iterator[tuple[Question, Item]]:
+        """Each question that has answers, with these."""
+        texts = first_texts(own)
         for question in self.questions:
             places = [(question.number, turn) for turn in range(len(question.turns))]
-            if ids := [texts[place] for place in places if place in texts]:
-                yield question, ids, [talks.said(each) for each in ids]
+            if ids := tuple(texts[place] for place in places if place in texts):
+                name, answers, turns = question.name, tuple(map(self._said, ids)), question.turns[: len(ids)]
+                prompts = tuple(tuple(self._ids(point, question, answers[:turn])) for turn in range(len(ids)))
+                yield question, Item(name, question.category, turns, answers, question.reference, prompts, ids)
 
     def _show_best(self, rows: Sequence[Row]) -> None:
         """Keeps the fastest drafter's answer to the first question as the example."""
@@ -258,30 +342,22 @@ class Bench:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    # --- quality ---
-
-    def _items(self, point: Point, own: Sequence[Answers]) -> list[Item]:
-        """The answers question by question."""
-        talks = self._talks(point)
-        return [
-            Item(
-                question.name,
-                question.category,
-                question.turns[: len(ids)],
-                tuple(answers),
-                question.reference,
-                tuple(tuple(talks.ids(question, answers[:turn])) for turn in range(len(ids))),
-                tuple(ids),
-            )
-            for question, ids, answers in self._answered(point, own)
-        ]
-
     def _scores(self, point: Point, own: Sequence[Answers], plain: Sequence[Answers]) -> list[Scores]:
+        """What measures say of a way's answers; ``"agreement"`` stands for :class:`Agreement` with plain decoding."""
+        scores: list[Scores] = []
         if not self.measures:
-            return []
-        scores, problems = self.ratings.of(self._items(point, own), self._items(point, plain))
-        for question_id, reason in problems:
-            self._problem(question_id, 0, reason)
+            return scores
+        items, plain_items = ([item for _, item in self._answered(point, answers)] for answers in (own, plain))
+        texts = tuple(item.answer_ids for item in items)
+        for number, given in enumerate(self.measures):
+            measure = Agreement(plain_items) if isinstance(given, str) else given
+            if measure is not given or (number, texts) not in self._scored:
+                self._scored[number, texts] = measure(items, self.progress)
+            for score in self._scored[number, texts]:
+                self.unmeasured |= measure.asks_others and bool(score.problems)
+                scores.append(score)
+                for question_id, reason in score.problems.items():
+                    self._problem(question_id, 0, f"{measure.name}: {reason}")
         return scores
 
 

@@ -1,4 +1,4 @@
-"""The table of a comparison: a row for each way of decoding, and the columns.
+"""The table of a comparison: a row for each way of decoding, the columns, and what they say in sentences.
 
 A column is one entry of :data:`COLUMNS`: terminals, Markdown, JSON, pages and tables of papers have it. Numbers over
 plain decoding, with intervals, are fields of :class:`Row`.
@@ -7,15 +7,15 @@ plain decoding, with intervals, are fields of :class:`Row`.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftheads.bench.settings import MIN_PROMPTS
+from draftheads.bench.settings import LOADED, MIN_PROMPTS
 from draftheads.bench.timing import PLAIN, STOCK, Answers
-from draftheads.utils.counts import short_count
-from draftheads.utils.estimates import bootstrap
+from draftheads.utils.counts import counted, short_count
 
 # of a step, with the names of their numbers
 PARTS = {
@@ -27,6 +27,41 @@ ALL = "all"  # rows over all questions
 TURN = "turn "  # so begin the names of rows over single turns
 WITH_COPIES = "with copies"  # so ends what a row says of its tree
 Interval = tuple[float, float]
+_RESAMPLES = 1000  # of a bootstrap interval
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % bootstrap interval and its standard error."""
+
+    value: float
+    low: float
+    high: float
+    error: float
+
+
+def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Estimate:
+    """A statistic of independent items, such as prompts, and how much it varies with the choice of items.
+
+    Items are drawn anew 1,000 times, with replacement (Efron's percentile interval). The same count gives the same
+    draws, so that intervals do not change from call to call.
+
+    Args:
+        statistic: (R, count) indices of items -> (R,) values.
+        count: of the items.
+
+    >>> values = np.array([1.0, 2.0, 3.0, 6.0])
+    >>> bootstrap(lambda chosen: values[chosen].mean(1), 4).value
+    3.0
+    """
+    value = float(statistic(np.arange(count)[None])[0])
+    drawn = statistic(_drawn(count))
+    low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
+    return Estimate(value, low, high, float(drawn.std()))
+
+
+@cache
+def _drawn(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,24 +226,17 @@ class Column(NamedTuple):
         return words if count is None else f"{words}, of {count}"
 
 
-def _of_step(*parts: str) -> Callable[[Sequence[Answers]], float | None]:
-    def milliseconds(own: Sequence[Answers]) -> float | None:
-        if not sum(answer.draft_milliseconds + answer.verify_milliseconds + answer.rest_milliseconds for answer in own):
-            return None
-        total: float = sum(getattr(answer, f"{part}_milliseconds") for answer in own for part in parts)
-        return total / max(1, sum(answer.num_timed_steps for answer in own))
-
-    return milliseconds
+def _of_step(own: Sequence[Answers], *parts: str) -> float | None:
+    """Milliseconds of parts of a step."""
+    totals = {part: sum(getattr(answer, name) for answer in own) for part, name in PARTS.items()}
+    chosen: float = sum(totals[part] for part in parts)
+    return chosen / max(1, sum(answer.num_timed_steps for answer in own)) if any(totals.values()) else None
 
 
-def _latency(end: str, share: int, unit: float = 1.0) -> Callable[[Sequence[Answers]], float | None]:
+def _latency(own: Sequence[Answers], end: str, share: int, unit: float = 1.0) -> float | None:
     """A percentile of the time until the first or last token of an answer; ``unit``: how many make a second."""
-
-    def until(own: Sequence[Answers]) -> float | None:
-        times = [seconds for answer in own for seconds in getattr(answer, f"{end}_seconds")]
-        return unit * float(np.percentile(times, share)) if times else None
-
-    return until
+    times = [seconds for answer in own for seconds in getattr(answer, f"{end}_seconds")]
+    return unit * float(np.percentile(times, share)) if times else None
 
 
 def _token(own: Sequence[Answers]) -> float | None:
@@ -239,14 +267,16 @@ COLUMNS = (
     Column("same_text", "same text", str),
     Column("copied_percent", "copied %", ".0f", "time", _copied),  # of accepted draft tokens, those only copies brought
     # median, waiting in the group included
-    Column("first_token_milliseconds", "first token ms", ".0f", "time", _latency("first", 50, 1e3)),
+    Column("first_token_milliseconds", "first token ms", ".0f", "time", lambda own: _latency(own, "first", 50, 1e3)),
     # mean time of a token of an answer after its first one
     Column("token_milliseconds", "ms/token", ".1f", "time", _token),
-    Column("draft_milliseconds", "draft ms", ".1f", "time", _of_step("draft")),
-    Column("verify_milliseconds", "verify ms", ".1f", "time", _of_step("verify")),
-    Column("rest_milliseconds", "rest ms", ".1f", "time", _of_step("rest")),
-    Column("step_milliseconds", "step ms", ".1f", "time", _of_step("draft", "verify", "rest")),
-    *(Column(f"p{share}_seconds", f"p{share} s", ".2f", "time", _latency("last", share)) for share in (50, 90, 99)),
+    Column("draft_milliseconds", "draft ms", ".1f", "time", lambda own: _of_step(own, "drafting")),
+    Column("verify_milliseconds", "verify ms", ".1f", "time", lambda own: _of_step(own, "verification")),
+    Column("rest_milliseconds", "rest ms", ".1f", "time", lambda own: _of_step(own, "accept and rest")),
+    Column("step_milliseconds", "step ms", ".1f", "time", lambda own: _of_step(own, *PARTS)),
+    Column("p50_seconds", "p50 s", ".2f", "time", lambda own: _latency(own, "last", 50)),
+    Column("p90_seconds", "p90 s", ".2f", "time", lambda own: _latency(own, "last", 90)),
+    Column("p99_seconds", "p99 s", ".2f", "time", lambda own: _latency(own, "last", 99)),
     Column("peak_gigabytes", "peak memory GB", ".2f", "time", _peak),
     Column("num_parameters", "parameters", lambda count: short_count(count) if count else "", "time"),
 )
@@ -353,3 +383,61 @@ def copies_note(rows: Iterable[Row]) -> str:
 def heads_only(rows: Iterable[Row]) -> list[Row]:
     """Rows over all questions without those of plain decoding and transformers."""
     return [row for row in rows if row.part == ALL and row.name not in (PLAIN, STOCK)]
+
+
+# --- what the table says in sentences, the same on a terminal and on the page ---
+
+
+def speed_sentence(name: str, speedup: float, error: float) -> str:
+    """The first sentence of every comparison: what is measured with a drafter as it is loaded.
+
+    >>> speed_sentence("hydra", 1.5, 0.125)
+    'With the defaults on this machine: 1.50 ± 0.12 × plain decoding (hydra).'
+    """
+    return f"With the defaults on this machine: {speedup:.2f} ± {error:.2f} × plain decoding ({name})."
+
+
+def verdict(rows: Iterable[Row]) -> str:
+    """One sentence on the fastest drafter, with its standard error."""
+    if not (drafters := heads_only(rows)):
+        return "There is no drafter to compare."
+    best = max(drafters, key=lambda row: row.speedup)
+    if best.settings.get("tree") == "defaults":
+        return speed_sentence(best.name, best.speedup, best.speedup_error)
+    facts = [best.tree]
+    if not best.settings.get("temperature"):
+        same = best.num_answers - best.num_different
+        facts.append(f"with the same text in {same} of {counted(best.num_answers, 'answer')}")
+    speed, end = f"{best.speedup:.2f} ± {best.speedup_error:.2f} ×", ", ".join(filter(None, facts))
+    if best.speedup - best.speedup_error > 1:
+        return f"{best.name} is fastest: {speed} plain decoding ({end})."
+    clearly = "clearly " if best.speedup > 1 else ""
+    start = f"No drafter is {clearly}faster than plain decoding"
+    return f"{start}: the fastest, {best.name}, reaches {speed} its speed ({end})."
+
+
+def remarks(rows: Iterable[Row]) -> list[str]:
+    """Sentences on what limits the verdict."""
+    rows = sorted(heads_only(rows), key=lambda row: -row.speedup)
+    best, loaded = rows[0], [row for row in rows if row.settings.get("tree") in LOADED]
+    near = (row for row in rows if best.speedup - row.speedup < best.speedup_error + row.speedup_error)
+    close = list(dict.fromkeys(row.name for row in near if row.name != best.name))
+    sentences = []
+    if loaded:
+        sentences.append("Defaults choose the size of each draft for this machine.")
+    if close:
+        sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
+    fixed = any(row.settings.get("num_nodes") and not row.tree.startswith("its own") for row in rows)
+    if best.speedup - best.speedup_error <= 1 and fixed:
+        sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
+    if slower := dict.fromkeys(row.name for row in loaded if row.speedup < 0.995):
+        sentences.append(
+            f"Slower than plain decoding here: {', '.join(slower)}. Try `--precision int8`, or measure "
+            "trees on your own prompts with `draftheads tune`."
+        )
+    if any(row.num_different for row in rows):
+        sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
+    if any(row.settings.get("acceptance") == "typical" for row in rows):
+        measured = "see its quality beside its speed" if best.quality else "measure it: `--quality`"
+        sentences.append(f"Acceptance typical changes the distribution of texts: {measured}.")
+    return sentences

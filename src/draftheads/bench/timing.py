@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from operator import attrgetter
 from statistics import median
 from typing import Any, Self
 
@@ -22,9 +23,9 @@ from draftheads.decode.step_costs import StepTimer, wait_for
 from draftheads.heads.base import DraftHead
 from draftheads.models.generation import ALL_TOKENS
 from draftheads.models.model import TargetModel
+from draftheads.search.tree_search import ratio_with_error
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.tree import Tree
-from draftheads.utils.estimates import ratio_with_error
 from draftheads.utils.provenance import identity_digest
 
 PLAIN = "plain"
@@ -80,10 +81,7 @@ def _as_tuple(value: Any) -> Any:
 
 def together(first: Sequence[Answers], second: Sequence[Answers]) -> tuple[list[Answers], list[Answers]]:
     """The answers to turns that both have: a conversation can become too long for one way alone."""
-
-    def turn(one: Answers) -> tuple[Any, ...]:
-        return one.group, one.turn, one.questions
-
+    turn = attrgetter("group", "turn", "questions")
     both = set(map(turn, first)) & set(map(turn, second))
     return [one for one in first if turn(one) in both], [one for one in second if turn(one) in both]
 

@@ -1,4 +1,4 @@
-"""``draftheads bench`` and ``demo``: draft heads, and drafters without a head, side by side with one engine."""
+"""``draftheads bench`` and ``demo``: drafters side by side with one engine; ``tune``: a head on the user's prompts."""
 
 import json
 import math
@@ -12,8 +12,9 @@ from rich.text import Text
 
 from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.settings import BenchOptions, BenchSettings, DemoOptions
-from draftheads.bench.table import ALL, Row, by_part, markdown, table_of
-from draftheads.bench.verdict import remarks, verdict
+from draftheads.bench.table import ALL, Row, by_part, markdown, remarks, table_of, verdict
+from draftheads.bench.timing import over_plain
+from draftheads.checkpoints.registry import find_head
 from draftheads.cli.config import keep_config
 from draftheads.cli.show import (
     DRAFTED,
@@ -24,7 +25,11 @@ from draftheads.cli.show import (
     write_json,
     write_page,
 )
-from draftheads.data.records import Record, read_suite, select
+from draftheads.data.records import Record, own_prompts, prompts_in, read_suite, select
+from draftheads.search.replay import encoded
+from draftheads.search.settings import TuneOptions
+from draftheads.search.tune import RECORD, tune_head
+from draftheads.speculation.acceptance_profile import PROFILE_FILE
 from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
@@ -127,3 +132,36 @@ def in_words(problem: Mapping[str, Any]) -> str:
     """
     turn = f", turn {problem['turn']}" if problem["turn"] else ""
     return (f"question {problem['question']}{turn}: " if problem["question"] else "") + str(problem["problem"])
+
+
+# --- tune ---
+
+
+def tune(options: TuneOptions) -> None:
+    """Measures how many tokens a head's trees gain on the user's prompts, and shows it."""
+    console = Console(highlight=False)
+    quiet_transformers()
+    find_head(options.head, options.model)  # raises before the prompts are read
+    prompts = prompts_in(options.prompts or own_prompts("calibration"))
+    with ProgressDisplay(console) as progress:
+        try:
+            tuning = tune_head(
+                options.model,
+                options.head,
+                prompts,
+                out=options.out,
+                settings=options.settings,
+                **options.load.given(),
+                progress=progress,
+            )
+            progress.stage("timing the defaults and plain decoding in turns")
+            asked = encoded(tuning.engine.model, prompts, options.settings)
+            speedup, error = over_plain({options.head: tuning.engine}, asked)[options.head]
+        except KeyboardInterrupt:
+            console.print("stopped; the same command continues from here")
+            raise
+    record = {**tuning.record, "defaults": {"speedup": speedup, "error": error}}
+    write_atomic(tuning.folder / RECORD, json.dumps(record).encode())
+    write_page(console, tuning.folder, "tune", show=True)
+    hint = "" if options.out is None else f"; to use it: `--head {options.head} --tree {tuning.folder}`"
+    console.print(f"wrote {tuning.folder / PROFILE_FILE}{hint}", soft_wrap=True)

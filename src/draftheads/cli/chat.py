@@ -104,7 +104,7 @@ class Chat:
                 raise InvalidPrompt("there is no question to answer again")
             self._answer(self.messages[: asked[-1]])
         elif re.fullmatch(r"/\w+", line):  # not a path, as in "/etc/fstab is gone"
-            raise no_such("command", line, list(COMMANDS), other_names={})
+            raise no_such("command", line, list(COMMANDS))
         elif line:
             self._answer([*self.messages, {"role": "user", "content": line}])
 

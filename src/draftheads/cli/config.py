@@ -96,7 +96,7 @@ def words_of(kind: type, path: Path) -> Iterator[str]:
     known = {option.name for option in options_of(kind)}
     for name, value in settings.items():
         if name not in known:
-            raise DataError(str(no_such("option", str(name), known, other_names={})), path=path)
+            raise DataError(str(no_such("option", str(name), known)), path=path)
         flag = str(name).replace("_", "-")
         if isinstance(value, list):
             yield from (f"--{flag}", *map(_expanded, value))

@@ -28,43 +28,43 @@ class Command(NamedTuple):
 
     summary: str
     options: str  # module in draftheads with NAMEOptions; next to it may be a function ``defaults(arguments)``
+    function: str = ""  # MODULE.FUNCTION in draftheads.cli, if it is not NAME.run
     error_code: int = 1  # the exit code after an error
     continues: bool = False  # the same command continues what was interrupted
     module: str = ""  # PACKAGE.MODULE with ``run``, in another package; then ``options`` is a full path, too
     first: str = ""  # options that may come first, without their names
     config: bool = False  # --config FILE and --print-config
-    function: str = ""  # MODULE.FUNCTION in draftheads.cli, if it is not NAME.run
 
 
 COMMANDS = {
     "bench": Command(
         "compare draft heads, and drafters without a head", "bench.settings", config=True, continues=True, first="model"
     ),
-    "cache": Command("show what is in the cache, or clear it", "cli.options", function="commands.cache"),
+    "cache": Command("show what is in the cache, or clear it", "cli.options", "commands.cache"),
     "chat": Command("chat with a model on the terminal", "cli.options", first="model"),
-    "demo": Command(
-        "answer prompts with and without draft heads, and compare", "bench.settings", function="bench.demo"
-    ),
+    "demo": Command("answer prompts with and without draft heads, and compare", "bench.settings", "bench.demo"),
     "distill": Command("let a model answer prompts, to get training data", "distill.options", config=True),
     "doctor": Command("show what was found on this machine, with advice", "cli.doctor", first="model"),
-    "export": Command(
-        "write a head in the layout of other engines", "cli.options", first="head", function="commands.export"
-    ),
+    "export": Command("write a head in the layout of other engines", "cli.options", "commands.export", first="head"),
     "generate": Command("answer prompts", "cli.options"),
-    "import": Command("read a head of another project", "cli.options", function="commands.import_"),
+    "import": Command("read a head of another project", "cli.options", "commands.import_"),
     "info": Command("describe a head, or list the installed ones", "cli.info", first="head"),
-    "merge": Command("merge a model and its adapter into one model", "train.options", function="commands.merge"),
+    "merge": Command("merge a model and its adapter into one model", "train.options", "commands.merge"),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",
         "serve.options",
+        "commands.serve",
         config=True,
         first="model",
-        function="commands.serve",
     ),
-    "show-batch": Command("show which tokens of a batch are learned", "cli.train_options"),
+    "show-batch": Command("show which tokens of a batch are learned", "cli.train_options", "train.show_batch"),
     "train": Command("train draft heads for a model, or together with it", "cli.train_options", config=True),
     "tune": Command(
-        "measure a head's acceptance profile on your prompts", "search.settings", continues=True, first="model head"
+        "measure a head's acceptance profile on your prompts",
+        "search.settings",
+        "bench.tune",
+        continues=True,
+        first="model head",
     ),
 }
 

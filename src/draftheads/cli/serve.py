@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 from draftheads.cli.show import quiet_transformers
@@ -114,10 +115,9 @@ def _recorder(options: ServeOptions) -> Recorder | None:
 
 
 def _is_local(host: str) -> bool:
-    try:
+    with suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def _log_to_stderr() -> None:

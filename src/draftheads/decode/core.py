@@ -107,7 +107,7 @@ class EngineCore:
         """The engine that decodes a request of that lane; raises if none can."""
         engine = self.engines.get(lane.model)
         if engine is None:
-            raise no_such("model", lane.model, self.engines, other_names={})
+            raise no_such("model", lane.model, self.engines)
         engine.check_draft_nodes(lane.draft_nodes)
         limit, nodes = self.limits.kv_bytes, lane.rounded().draft_nodes
         if limit is not None and (needed := engine.num_bytes([request.most_tokens], draft_nodes=nodes)) > limit:

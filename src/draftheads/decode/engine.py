@@ -26,14 +26,6 @@ from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress, counted_stage, shown
 
 _CHUNK_TOKENS = 8192  # of prompts that are read between two steps: all of them, where they are not many or long
-# names of other libraries, where they are not close to ours
-_OTHER_NAMES = {
-    "do_sample": "temperature",
-    "eos_token_id": "stop_token_ids",
-    "max_length": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop_strings": "stop",
-}
 
 
 class Engine:
@@ -336,5 +328,5 @@ def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> Sampli
     known = {field.name for field in fields(SamplingSettings)}
     for name in overrides:
         if name not in known:
-            raise no_such("setting", name, known, other_names=_OTHER_NAMES)
+            raise no_such("setting", name, known)
     return replace(settings, **overrides) if overrides else settings

@@ -10,8 +10,8 @@ records in order, and ``OUT.manifest.json`` tells what they are of.
 
 import contextlib
 import hashlib
+import io
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,29 +47,25 @@ class Journal:
         self.identity = as_json_values(identity)  # everything that the lines depend on
         self.manifest: dict[str, Any] | None = None  # of a complete run
         self.places: dict[int, int] = {}  # where the line of each finished conversation is in OUT.part
-        self.finished: list[str] = []  # digests of OUT, which was perhaps written
         self._num_bytes = 0  # of OUT.part that are valid
 
     @classmethod
     @contextlib.contextmanager
     def locked(cls, out: Path, identity: Mapping[str, Any]) -> Iterator[Self]:
         """The journal of a run, new or as a stopped process left it; no other process can write it meanwhile."""
-        journal, part, manifest = cls(out, identity), part_path(out), manifest_path(out)
+        journal, manifest = cls(out, identity), manifest_path(out)
         with locked(out.parent, "name another --out", file=out.name):
-            known = part if part.exists() else manifest if manifest.exists() else None
+            known = next((path for path in (part_path(out), manifest) if path.exists()), None)
             try:
-                if known == part:
-                    journal._read()
-                elif known == manifest:
-                    journal.manifest = json.loads(manifest.read_bytes())
-                    journal._require_same(journal.manifest)
+                if known is not None:
+                    journal._read(known)
             except (ValueError, LookupError, TypeError) as error:
                 fix = "delete it and the file it belongs to, or name another --out"
                 raise DataError(f"is not of a distillation ({error}): {fix}", path=known) from error
             if known == manifest and not out.exists():
                 raise DataError("is complete, but its output file is gone: delete it, too", path=manifest)
-            may_be_foreign = known != manifest and out.exists()
-            if may_be_foreign and hashlib.sha256(out.read_bytes()).hexdigest() not in journal.finished:
+            is_own = known == manifest or (journal.places and out.exists() and out.read_bytes() == journal._text())
+            if out.exists() and not is_own:
                 raise InvalidSettings(f"{out} exists, but is of no run: name another --out, or delete it")
             if not journal._num_bytes and journal.manifest is None:
                 journal._append({"identity": journal.identity, "date": date_now()})
@@ -82,51 +78,52 @@ class Journal:
 
     def finish(self, details: Mapping[str, Any]) -> None:
         """Writes OUT and the manifest, and removes OUT.part. Self-talk whose question was asked before is left out."""
-        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a device
-            counts, refused, digest = self._write(nowhere)
-        self._append({"finished": digest})  # a stop after OUT is written is known by it
-        write_atomic(self.out, self._write)
-        found = {"identity": self.identity, "counts": counts, "sha256": digest, "refused": refused}
-        self.manifest = {"format": 2, **found, **details}
+        found: dict[str, Any] = {"format": 2, "identity": self.identity, **details}
+        write_atomic(self.out, lambda file: found.update(self._write(file)))
+        self.manifest = {**found, "sha256": hashlib.sha256(self.out.read_bytes()).hexdigest()}
         write_atomic(manifest_path(self.out), (json.dumps(self.manifest, indent=2, ensure_ascii=False) + "\n").encode())
         part_path(self.out).unlink()
 
-    def _write(self, file: BinaryIO) -> tuple[dict[str, int], list[Any], str]:
-        """Writes all records in order; returns counts, the refused prompts and the digest of the file."""
-        counts, refused, seen, digest = Counter[str](), list[Any](), Seen(), hashlib.sha256()
+    def _write(self, file: BinaryIO) -> dict[str, Any]:
+        """Writes all records in order; returns counts and the refused prompts."""
+        counts, refused, seen = Counter[str](), list[Any](), Seen()
         with part_path(self.out).open("rb") as lines:
             for _, place in sorted(self.places.items()):
                 lines.seek(place)
                 entry = json.loads(lines.readline())
-                record, found = entry["record"], Counter(entry["counts"])
+                record, found = entry["record"], entry["counts"]
                 if record and not seen.add(_questions(record)) and entry["is_self_talk"]:
-                    record = None
-                    found = Counter({"repeated": 1, **{name: found[name] for name in WORK}})
-                counts.update(found + Counter(done=1, records=int(bool(record))))
+                    record, found = None, {"repeated": 1, **{name: found[name] for name in WORK}}
+                counts.update(found, done=1, records=int(bool(record)))
                 refused += [entry["refused"]] if entry["refused"] else []
-                if record:
-                    line = _line(record)
-                    digest.update(line)
-                    file.write(line)
-        return dict(counts), refused, digest.hexdigest()
+                file.write(_line(record) if record else b"")
+        return {"counts": dict(+counts), "refused": refused}
+
+    def _text(self) -> bytes:
+        """What OUT would have: a process that was stopped before it removed OUT.part has written it."""
+        file = io.BytesIO()
+        self._write(file)
+        return file.getvalue()
 
     def _append(self, values: Mapping[str, Any]) -> None:
         line = _line(values)
         append_synced(part_path(self.out), line, offset=self._num_bytes)
         self._num_bytes += len(line)
 
-    def _read(self) -> None:
-        """What a stopped process left. The last line may be cut off: it does not count."""
-        with part_path(self.out).open("rb") as lines:
-            for number, line in enumerate(lines):
+    def _read(self, known: Path) -> None:
+        """What a process left. The last line of OUT.part may be cut off: it does not count."""
+        if known == manifest_path(self.out):
+            self.manifest = json.loads(known.read_bytes())
+            self._require_same(self.manifest)
+            return
+        with known.open("rb") as lines:
+            for line in lines:
                 if line.endswith(b"\n"):
                     values = json.loads(line)
-                    if number == 0:
-                        self._require_same(values)
-                    elif "finished" in values:
-                        self.finished.append(values["finished"])
-                    else:
+                    if self._num_bytes:
                         self.places[values["index"]] = self._num_bytes
+                    else:
+                        self._require_same(values)
                     self._num_bytes += len(line)
 
     def _require_same(self, values: Mapping[str, Any]) -> None:
@@ -185,26 +182,21 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     left_out: LeftOut = {}
     prompt_survey = survey(options.prompts, options.documents, left_out)
     lines = left_out_lines(left_out, "prompt")
-    with dated(date_of(options.out)):
-        return _distil(options, load_source(), progress, prompt_survey, lines)
-
-
-def _distil(
-    options: DistillOptions, source: Source, progress: Progress, prompt_survey: Survey, lines: Sequence[str]
-) -> Outcome:
     total = prompt_survey.num_prompts + options.num_self_talk
     settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
-    with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}) as journal:
-        was_complete = journal.manifest is not None
-        if not was_complete:
-            progress.stage(f"answering {total - len(journal.places):,} of {counted(total, 'conversation')}")
-            try:
-                _answer(options, source, journal, progress, total)
-            except KeyboardInterrupt:
-                done = f"{len(journal.places):,} of {counted(total, 'conversation')}"
-                raise DistillationInterrupted(f"stopped after {done}: the same command continues") from None
-            told = {"left_out": lines, "options": as_json_values(asdict(options))}
-            journal.finish({**told, "provenance": provenance()})
+    with dated(date_of(options.out)):
+        source = load_source()
+        with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}) as journal:
+            was_complete = journal.manifest is not None
+            if not was_complete:
+                progress.stage(f"answering {total - len(journal.places):,} of {counted(total, 'conversation')}")
+                try:
+                    _answer(options, source, journal, progress, total)
+                except KeyboardInterrupt:
+                    done = f"{len(journal.places):,} of {counted(total, 'conversation')}"
+                    raise DistillationInterrupted(f"stopped after {done}: the same command continues") from None
+                told = {"left_out": lines, "options": as_json_values(asdict(options))}
+                journal.finish({**told, "provenance": provenance()})
     manifest: Any = journal.manifest
     return Outcome(prompt_survey, Counter(manifest["counts"]), was_complete, manifest["refused"], lines)
 

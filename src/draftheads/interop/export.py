@@ -138,7 +138,7 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
     written = [form for form in FORMATS if form.write is not None]
     known = {name.lower(): form for form in written for name in form.commands} | {form.name: form for form in written}
     if to is not None and to not in known:
-        raise no_such("layout", to, known, other_names={})
+        raise no_such("layout", to, known)
     fitting = [form for form in written if method in form.methods]
     serves = "serve the head with `draftheads serve`, or in vLLM by the plug-in of draftheads"
     if not fitting:

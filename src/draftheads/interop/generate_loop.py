@@ -9,7 +9,7 @@ B rows, N nodes of a tree, T tokens of a prompt or of a text with its padding, V
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ _GROWTH = 256  # tokens by which texts get more room
 
 
 @dataclass(kw_only=True)
-class GenerateRules:
-    """How ``generate`` chooses tokens and ends texts."""
+class Texts:
+    """The texts of the rows, padded on the left as ``generate`` got them, and how it chooses their tokens and ends."""
 
+    prompts: InitVar[Tensor]  # (B, T) token ids
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     samples: bool  # draw the next token, or take the most likely one
@@ -38,37 +39,25 @@ class GenerateRules:
     keeps_logits: bool = False
     together: bool = False  # whether all texts get their next tokens in the same call: no row is ahead of another
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, prompts: Tensor) -> None:
         self.together |= not self.ends_rows  # then how long ended texts become depends on the others
+        self.lengths = [prompts.shape[1]] * len(prompts)  # padding on the left included
+        self._ids = torch.cat([prompts, self._padding(prompts)], 1)  # (B, room)
+        self._goes_on = [True] * len(prompts)
+        self._first = self._streamed = prompts.shape[1]
+        self._scores: list[Tensor] | None = [] if self.keeps_scores else None  # (B, V) for each new token
+        self._logits: list[Tensor] | None = [] if self.keeps_logits else None
 
     @property
     def ends_rows(self) -> bool:
         """Whether padding follows an ended text. Without an end token ``generate`` goes on until all have ended."""
         return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
-
-class Texts:
-    """The texts of the rows, padded on the left as ``generate`` got them, and what their rules say.
-
-    Args:
-        prompts: (B, T) token ids.
-        rules: of the texts.
-    """
-
-    def __init__(self, prompts: Tensor, rules: GenerateRules) -> None:
-        self.rules = rules
-        self.lengths = [prompts.shape[1]] * len(prompts)  # padding on the left included
-        self._ids = torch.cat([prompts, self._padding(prompts)], 1)  # (B, room)
-        self._goes_on = [True] * len(prompts)
-        self._first = self._streamed = prompts.shape[1]
-        self._scores: list[Tensor] | None = [] if rules.keeps_scores else None  # (B, V) for each new token
-        self._logits: list[Tensor] | None = [] if rules.keeps_logits else None
-
     @property
     def unfinished(self) -> list[int]:
         """The rows that get further tokens."""
         going = [row for row, goes_on in enumerate(self._goes_on) if goes_on]
-        return going if self.rules.ends_rows or not going else list(range(len(self._goes_on)))
+        return going if self.ends_rows or not going else list(range(len(self._goes_on)))
 
     @property
     def token_ids(self) -> Tensor:
@@ -99,29 +88,29 @@ class Texts:
 
     def stream(self) -> None:
         """Puts the tokens that all rows have by now, place by place."""
-        if self.rules.streamer is None:
+        if self.streamer is None:
             return
         going = [self.lengths[row] for row in self.unfinished]
         for place in range(self._streamed, min(going, default=max(self.lengths))):
-            self.rules.streamer.put(self._ids[:, place].cpu())
+            self.streamer.put(self._ids[:, place].cpu())
             self._streamed = place + 1
 
     def _extend(self, rows: Sequence[int], logits: Tensor) -> list[int]:
         """The same for rows of one length, whose logits may be changed; with ``together`` they are all that go on."""
-        length, whole = self.lengths[rows[0]], self.rules.together
+        length, whole = self.lengths[rows[0]], self.together
         if length == self._ids.shape[1]:
             self._ids = torch.cat([self._ids, self._padding(self._ids)], 1)
         index = torch.tensor(rows, device=logits.device)
         if whole:
             everything = logits.new_zeros(len(self.lengths), logits.shape[1])
             logits, shown = everything.index_copy_(0, index, logits), torch.arange(len(everything), device=index.device)
-            tokens = self._chosen(shown, length, logits, self.rules.processors)[index]
+            tokens = self._chosen(shown, length, logits, self.processors)[index]
         else:
             shown = index
-            tokens = self._chosen(shown, length, logits, _of_rows(self.rules.processors, index))
+            tokens = self._chosen(shown, length, logits, _of_rows(self.processors, index))
         self._ids[index, length] = tokens
         # criteria of their own may look at the scores of all tokens, which only rows that go together have
-        has_ended = self.rules.criteria(self._ids[shown, : length + 1], self.scores if whole else None)
+        has_ended = self.criteria(self._ids[shown, : length + 1], self.scores if whole else None)
         ended = has_ended.expand(len(shown)).tolist()
         for place, row in enumerate(rows):
             self.lengths[row] = length + 1
@@ -138,10 +127,10 @@ class Texts:
                 if length - self._first == len(kept):
                     kept.append(values.new_zeros(len(self.lengths), values.shape[1]))
                 kept[length - self._first][rows] = values
-        return scores.softmax(-1).multinomial(1)[:, 0] if self.rules.samples else scores.argmax(-1)
+        return scores.softmax(-1).multinomial(1)[:, 0] if self.samples else scores.argmax(-1)
 
     def _padding(self, like: Tensor) -> Tensor:
-        return torch.full_like(like[:, :1], self.rules.pad_id).expand(-1, _GROWTH)
+        return torch.full_like(like[:, :1], self.pad_id).expand(-1, _GROWTH)
 
 
 def _of_rows(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
@@ -177,8 +166,8 @@ class DraftedRows:
         self._batch = engine.batch()
         self._rows: list[int] = []  # the texts that are still decoded, in the order of the model's rows
         # free rows take the most likely token whatever it is, and as many of them as are accepted
-        is_held = texts.rules.together and len(prompts) > 1
-        self._are_free = not (texts.rules.samples or texts.rules.processors or is_held)
+        is_held = texts.together and len(prompts) > 1
+        self._are_free = not (texts.samples or texts.processors or is_held)
 
     def run(self) -> None:
         """Reads the prompts, gives each text its first token, and decodes until all texts have ended."""
@@ -239,7 +228,7 @@ class DraftedRows:
             going = [row for row in going if self._rows[row] in unfinished]
             below = {row: children[row].get((paths[row][-1], new_ids[row][-1])) for row in going}
             further = {row: child for row, child in below.items() if child and len(paths[row]) < room[row]}
-            if self._texts.rules.together and len(further) < len(going):  # no row goes ahead of another
+            if self._texts.together and len(further) < len(going):  # no row goes ahead of another
                 break
             for row, child in further.items():
                 paths[row].append(child)

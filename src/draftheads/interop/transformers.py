@@ -19,7 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from draftheads.checkpoints.registry import head_name
 from draftheads.decode.engine import Engine
 from draftheads.errors import GenerationWarning, InvalidPrompt, InvalidSettings, PromptTooLong, require_bool
-from draftheads.interop.generate_loop import DraftedRows, GenerateRules, Texts
+from draftheads.interop.generate_loop import DraftedRows, Texts
 from draftheads.loading import Loadable, load
 from draftheads.settings import Precision
 from draftheads.speculation.shapes import Drafting, Sampled, TreeChoice
@@ -137,7 +137,8 @@ class CustomGenerate:
         streamer = left_out.get("streamer") if streamer is None else streamer
         pad = getattr(config, "_pad_token_tensor", None)  # which generate prepares
         by_row = all(map(_looks_at_one_row, [*logits_processor, *stopping_criteria]))
-        rules = GenerateRules(
+        texts = Texts(
+            prompts=input_ids,
             processors=logits_processor,
             criteria=stopping_criteria,
             samples=bool(config.do_sample),
@@ -147,7 +148,6 @@ class CustomGenerate:
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
             together=not by_row if self.rows_together is None else self.rows_together,
         )
-        texts = Texts(input_ids, rules)
         rows = DraftedRows(engine, texts, prompts, most_tokens=stopping_criteria.max_length)
         rows.run()
         if streamer is not None:

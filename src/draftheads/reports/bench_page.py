@@ -7,11 +7,23 @@ temperature), and of these the fastest row of each drafter.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
-from draftheads.bench.table import ALL, PARTS, TURN, Row, by_part, has_copies, heads_only, setting_in_words, table_of
+from draftheads.bench.table import (
+    ALL,
+    PARTS,
+    TURN,
+    Row,
+    by_part,
+    has_copies,
+    heads_only,
+    remarks,
+    setting_in_words,
+    table_of,
+    verdict,
+)
 from draftheads.bench.timing import PLAIN, STOCK
-from draftheads.bench.verdict import remarks, verdict
 from draftheads.reports.page import Page, Plot, Point, Style, Table
 from draftheads.utils.counts import counted
 
@@ -30,7 +42,7 @@ def bench_page(record: Record) -> Page:
     rows = [Row(**row) for row in record["rows"]]
     speeds = {_way(row): row.speedup for row in rows if row.part == ALL}
     rows.sort(key=lambda row: (_point(row), -speeds[_way(row)]))  # the fastest first; parts stay in their order
-    drafters = heads_only(rows)
+    drafters, styles = heads_only(rows), _styles(rows)
     best = max(drafters or rows, key=lambda row: row.speedup)
     made_with = {
         **{name: record[name] for name in ("model", "precision", "threads")},
@@ -55,7 +67,7 @@ def bench_page(record: Record) -> Page:
             (f"{prompts:,}", "prompts"),
         ],
         texts=texts,
-        plots=list(_plots(rows, record["drafting"])),
+        plots=[replace(plot, styles=styles) for plot in _plots(rows, record["drafting"]) if plot.has_points],
         tables=list(_tables(rows, best, record["problems"])),
         facts=[
             ("Model, prompts and settings", made_with.items()),
@@ -97,8 +109,7 @@ def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> Itera
 
 
 def _plots(rows: Sequence[Row], drafting: Mapping[str, Any]) -> Iterator[Plot]:
-    """The plots for which there are values. ``rows`` are sorted: the first point first, there the fastest drafter."""
-    styles = _styles(rows)
+    """All plots, also those without values. ``rows`` are sorted: the first point first, there the fastest drafter."""
     if len({row.settings.get("tree") for row in rows} - {None}) > 1:
         rows = [replace(row, name=_with_tree(row)) for row in rows]
     overall = [row for row in rows if row.part == ALL]
@@ -107,55 +118,41 @@ def _plots(rows: Sequence[Row], drafting: Mapping[str, Any]) -> Iterator[Plot]:
     names = list(dict.fromkeys(row.name for row in heads_only(first)))
     few, few_note = _fastest(heads_only(first), names[:_MOST])
     every, every_note = _fastest(first, list(dict.fromkeys([*names, *(row.name for row in first)])))
-    few_note, every_note = few_note + where, every_note + where
-    plot, against = partial(Plot, styles=styles), partial(_against, names=names[:_MOST], styles=styles)
-    if names:
-        yield replace(_speeds(rows, few, few_note), styles=styles)
+    few_note, every_note, against = few_note + where, every_note + where, partial(_against, names=names[:_MOST])
+    yield _speeds(rows, few, few_note)
     dots = {
         row.name: [Point(row.tokens_per_step, row.speedup, row.interval("speedup"), row.interval("tokens_per_step"))]
         for row in every
     }
     caption = f"Further right, drafts are better; a drafter far right but low takes too long to draft. {_LINES}"
     panels = {"× plain decoding": dots}
-    yield plot("speed-and-tokens", "Speed and tokens per step", "tokens per step", caption + every_note, panels)
+    yield Plot("speed-and-tokens", "Speed and tokens per step", "tokens per step", caption + every_note, panels)
     tokens = {row.name: _percent(row.steps_by_tokens, sum(row.steps_by_tokens)) for row in few if row.steps_by_tokens}
-    if tokens:
-        caption = "The further right a drafter's steps are, the more tokens they give at once." + few_note
-        yield plot("lengths", "Tokens of a step", "tokens of a step", caption, {"steps, %": tokens})
-    if depths := {row.name: _percent(row.acceptance_by_depth, 1) for row in few if row.acceptance_by_depth}:
-        caption = "Steps that accept a draft token at that depth: where a curve is low, deeper drafts gain little."
-        yield plot(
-            "depths", "Acceptance by depth", "depth of the draft token", caption + few_note, {"steps, %": depths}
-        )
-    if timed := [row for row in every if any(row.parts.values())]:
-        caption = "Drafting is what draft tokens cost; verification is the model's pass, as in plain decoding."
-        bars = {part: {row.name: row.parts[part] for row in timed} for part in PARTS}
-        yield _stacks("parts", "Parts of a step", caption + every_note, bars)
-    if drafting:
-        caption = "Shorter bars cost less in every step; the prefix is the time of layers that read accepted tokens."
-        costs = {name: [cost["prefix"], *cost["heads"]] for name, cost in drafting.items()}
-        bars = {
-            f"head {part}" if part else "prefix": {name: (*cost, *[0.0] * part)[part] for name, cost in costs.items()}
-            for part in range(max(map(len, costs.values())))
-        }
-        yield _stacks("drafting", "Drafting one chain", caption, bars)
-    typical = [row for row in overall if row.settings.get("epsilon") is not None]
-    typical = [row for row in typical if _point(row) == _point(typical[0])]
-    measures = dict.fromkeys(measure for row in typical for measure in row.quality)
-    yield from against(
-        "batch_size",
-        "Batch size",
-        f"A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s. {_LINES}",
-        rows=[row for row in overall if _point(row)[1:] == _point(overall[0])[1:]],
-        values={"tokens/s": "tokens_per_second", "median answer, s": "p50_seconds"},
-    )
+    caption = "The further right a drafter's steps are, the more tokens they give at once." + few_note
+    yield Plot("lengths", "Tokens of a step", "tokens of a step", caption, {"steps, %": tokens})
+    depths = {row.name: _percent(row.acceptance_by_depth, 1) for row in few if row.acceptance_by_depth}
+    caption = "Steps that accept a draft token at that depth: where a curve is low, deeper drafts gain little."
+    yield Plot("depths", "Acceptance by depth", "depth of the draft token", caption + few_note, {"steps, %": depths})
+    parts = {part: {row.name: row.parts[part] for row in every if any(row.parts.values())} for part in PARTS}
+    caption = "Drafting is what draft tokens cost; verification is the model's pass, as in plain decoding."
+    yield _stacks("parts", "Parts of a step", caption + every_note, parts)
+    costs = zip_longest(*([cost["prefix"], *cost["heads"]] for cost in drafting.values()), fillvalue=0.0)
+    heads = {f"head {n}" if n else "prefix": dict(zip(drafting, each, strict=True)) for n, each in enumerate(costs)}
+    caption = "Shorter bars cost less in every step; the prefix is the time of layers that read accepted tokens."
+    yield _stacks("drafting", "Drafting one chain", caption, heads)
+    caption = f"A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s. {_LINES}"
+    values = {"tokens/s": "tokens_per_second", "median answer, s": "p50_seconds"}
+    same = [row for row in overall if _point(row)[1:] == _point(overall[0])[1:]]
+    yield against("batch_size", "Batch size", caption, rows=same, values=values)
     caption = "The best size of a tree is where its curve is highest: more nodes take longer to verify. "
     values = {"× plain decoding": "speedup"}
-    yield from against("num_nodes", "Speed by tree size", caption + _LINES + where, rows=first, values=values)
-    if measures:
-        caption = "A smaller threshold accepts more draft tokens: choose the smallest with a good quality. "
-        values = {"tokens/step": "tokens_per_step", **{measure: measure for measure in measures}}
-        yield from against("epsilon", "Typical acceptance", caption + _LINES, rows=typical, values=values, log=False)
+    yield against("num_nodes", "Speed by tree size", caption + _LINES + where, rows=first, values=values)
+    typical = [row for row in overall if row.settings.get("epsilon") is not None]
+    typical = [row for row in typical if _point(row) == _point(typical[0])]
+    measures = {measure: measure for row in typical for measure in row.quality}
+    caption = "A smaller threshold accepts more draft tokens: choose the smallest with a good quality. "
+    values = {"tokens/step": "tokens_per_step", **measures} if measures else {}
+    yield against("epsilon", "Typical acceptance", caption + _LINES, rows=typical, values=values, log=False)
 
 
 def _fastest(rows: Sequence[Row], names: Sequence[str], setting: str = "") -> tuple[list[Row], str]:
@@ -226,12 +223,11 @@ def _against(
     values: Mapping[str, str],
     names: Sequence[str],
     log: bool = True,
-    styles: Mapping[str, Style],
-) -> Iterator[Plot]:
+) -> Plot:
     """Curves of values (their labels and fields) against a setting that varies, for the fastest row of each drafter."""
     given = [row for row in rows if row.settings.get(setting) is not None]
     if len({row.settings[setting] for row in given}) < 2:
-        return
+        values = {}
     shown, note = _fastest([row for row in given if row.name not in (PLAIN, STOCK)], names, setting)
     shown = sorted([*shown, *(row for row in given if row.name == PLAIN)], key=lambda row: row.settings[setting])
     panels: dict[str, dict[str, list[Point]]] = {label: {} for label in values}
@@ -241,4 +237,4 @@ def _against(
                 point = Point(row.settings[setting], number, row.interval(value))
                 panels[label].setdefault(row.name, []).append(point)
     x_label = {"num_nodes": "nodes", "epsilon": "threshold ε"}.get(setting, setting.replace("_", " "))
-    yield Plot(setting, title, x_label, caption + note, panels, styles=styles, log=log)
+    return Plot(setting, title, x_label, caption + note, panels, log=log)

@@ -81,6 +81,10 @@ class Plot:
     log: bool = False  # for x that double from one to the next: a tick at each
     top: float | None = None  # where the vertical axis ends
 
+    @property
+    def has_points(self) -> bool:
+        return any(points for curves in self.panels.values() for points in curves.values())
+
     def table(self) -> Table:
         """A row for each point; of a long curve, some points."""
         rows: dict[tuple[str, Any], list[str]] = {}

@@ -18,14 +18,15 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftheads.errors import InvalidSettings
 from draftheads.speculation.tree import Path, Tree
-from draftheads.utils.estimates import ratio_with_error
 
 NEVER = 1 << 30  # nodes; no tree is so large
+Share = tuple[float, float]  # a count for one prompt, and its divisor: (tokens, steps) or (tokens, seconds)
 
 
 def path_counts(ranks: Tensor, *, top_k: int) -> Counter[Path]:
@@ -135,3 +136,33 @@ def simulate(texts: Sequence[Tensor], num_nodes: int) -> tuple[float, float]:
         if count:
             pairs.append((len(kept) - 1, count))
     return ratio_with_error(pairs)
+
+
+def ratio_with_error(shares: Sequence[Share], others: Sequence[Share] | None = None) -> tuple[float, float]:
+    """The ratio Σa / Σb of pairs (a, b), and its standard error. With ``others``, that ratio over theirs.
+
+    The standard error is the jackknife's: prompts are taken as independent, and each is left out once.
+
+    Args:
+        shares: a pair for each prompt. A ratio whose divisors sum to 0 counts as 1.
+        others: pairs (c, d) for the same prompts; then the result is (Σa / Σb) / (Σc / Σd).
+
+    >>> ratio_with_error([(10, 5), (30, 10)])[0]
+    2.6666666666666665
+    >>> ratio_with_error([(10, 5), (30, 10)], [(10, 10), (30, 20)])[0]
+    2.0
+    """
+    ratios = _ratios_with_one_left_out(shares)
+    if others is not None:
+        ratios = ratios / _ratios_with_one_left_out(others)
+    whole, without = ratios[-1], ratios[:-1]
+    count = len(without)
+    squares = ((without - without.mean()) ** 2).sum() if count else 0.0
+    return float(whole), float(np.sqrt(squares * (count - 1) / count)) if count else 0.0
+
+
+def _ratios_with_one_left_out(shares: Sequence[Share]) -> np.ndarray:
+    """(n + 1,): the ratio without the first pair, without the second …, and last the ratio of all."""
+    above, below = np.array(shares, dtype=np.float64).reshape(-1, 2).T
+    above, below = (np.append(part.sum() - part, part.sum()) for part in (above, below))
+    return np.divide(above, below, out=np.ones_like(above), where=below > 0)

@@ -147,7 +147,7 @@ class TrainOptions(OptionGroup):
         """
         names = [field.name for field in fields(cls)]
         if unknown := sorted(settings.keys() - names):
-            raise no_such("setting", unknown[0], names, other_names={})
+            raise no_such("setting", unknown[0], names)
         return cls(**settings)
 
     @classmethod

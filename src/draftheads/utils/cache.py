@@ -108,7 +108,7 @@ def clear(part: CachePart, cache: Path) -> tuple[Contents, list[Path]]:
 
     A link is deleted, and not what it points to.
     """
-    deleted, in_use = Contents(), []
+    deleted, in_use = [Contents()], []
     for path in part.paths(cache):
         contents = Contents.of(path)
         try:
@@ -118,17 +118,16 @@ def clear(part: CachePart, cache: Path) -> tuple[Contents, list[Path]]:
                 with locked(path, _FIX):  # a run locks its folder
                     pass
                 shutil.rmtree(path)
+            deleted.append(contents)
         except FileNotFoundError:  # another process deleted it
-            continue
+            pass
         except OSError as error:
             raise StorageError(f"cannot delete {path}: {error.strerror}; delete it by hand") from error
         except StorageError as error:
             if error.__cause__ is not None:  # it is not locked, but cannot be written
                 raise
             in_use.append(path)
-            continue
-        deleted = Contents(deleted.num_files + contents.num_files, deleted.num_bytes + contents.num_bytes)
-    return deleted, in_use
+    return Contents(*map(sum, zip(*deleted, strict=True))), in_use
 
 
 def _is_being_written(path: Path) -> bool:

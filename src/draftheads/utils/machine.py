@@ -20,7 +20,6 @@ class Cores(NamedTuple):
     """How many cores a process may use."""
 
     logical: int  # of the machine
-    physical: int | None  # of the machine; None if it is not known
     allowed: int  # that this process may be scheduled on
     quota: float | None  # cores' worth of time by a limit of its control group (a container); None: no limit
 
@@ -83,7 +82,7 @@ def find_cores(root: Path = _ROOT) -> Cores:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     limits = _limits(root, "cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
     quota = min((quota / period for quota, period in limits), default=None)
-    return Cores(logical, psutil.cpu_count(logical=False), allowed, quota)
+    return Cores(logical, allowed, quota)
 
 
 def find_memory(root: Path = _ROOT) -> Memory:

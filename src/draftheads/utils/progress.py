@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from itertools import count
 from typing import Any, Protocol
 
 
@@ -80,11 +81,5 @@ def counted_stage(progress: Progress, what: str, total: int) -> Callable[[], Non
     (None, None)
     """
     progress.stage(what)
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress.progress(done, total)
-
-    return advance
+    done = count(1)
+    return lambda: progress.progress(next(done), total)

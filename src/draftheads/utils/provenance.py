@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -74,11 +75,9 @@ def installed_version(package: str) -> str | None:
 def _git_state(source: Path) -> tuple[str | None, bool | None]:
     """Commit of the checkout that tracks ``source``, and whether files in it have changed since."""
     # a package that is installed inside another repository is not part of that repository
-    if _git(source, "ls-files", "--error-unmatch", source.name) is None:
-        return None, None
-    commit = _git(source, "rev-parse", "HEAD")
-    status = _git(source, "status", "--porcelain", "--untracked-files=no")
-    return (commit, bool(status)) if commit else (None, None)
+    is_tracked = _git(source, "ls-files", "--error-unmatch", source.name) is not None
+    commit = _git(source, "rev-parse", "HEAD") if is_tracked else None
+    return commit, bool(_git(source, "status", "--porcelain", "--untracked-files=no")) if commit else None
 
 
 def _git(source: Path, *arguments: str) -> str | None:
@@ -146,15 +145,8 @@ def identity_digest(identity: Any) -> str:
 
 def saved_json(path: Path, find: Callable[[], Any]) -> Any:
     """The JSON value in a file. Where it is missing or damaged, ``find`` is called and its result is saved first."""
-    value = _read_json(path)
-    if value is None:
-        write_atomic(path, json.dumps(find()).encode())
-        value = _read_json(path)  # JSON's own types (lists, not tuples), as the next time
-    return value
-
-
-def _read_json(path: Path) -> Any:
-    try:
+    with suppress(OSError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    found = json.dumps(find())
+    write_atomic(path, found.encode())
+    return json.loads(found)  # JSON's own types (lists, not tuples), as the next time

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from draftheads.utils.estimates import Share, ratio_with_error
+from draftheads.search.tree_search import Share, ratio_with_error
 
 
 def pairs(above: torch.Tensor, below: torch.Tensor) -> list[Share]:
