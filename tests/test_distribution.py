@@ -27,11 +27,6 @@ WIDE = Tree.cartesian([6, 3])
 
 
 @pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def exact(model: TargetModel) -> dict[Answer, float]:
     joint = joint_distribution(model)
     assert sum(joint.values()) == pytest.approx(1.0)

@@ -41,11 +41,6 @@ ON = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def plain(model: TargetModel) -> list[tuple[int, ...]]:
     """Plain answers of 30 tokens to MANY, each alone."""
     engine = Engine(model, max_batch_size=1)

@@ -18,12 +18,6 @@ from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, ids, tiny_head, tiny_model
 from thorough import some
 
-
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
 RECURRENT = ["qwen3_5_text", "mamba2"] if HAS_RECURRENT else []  # trees need a newer transformers
 SHAPES: dict[str, Shape] = {
     "chain": TREES["chain"],

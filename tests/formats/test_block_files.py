@@ -125,11 +125,6 @@ def write_markov_file(
     return tensors
 
 
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
 def expected_log_probs(
     tensors: dict[str, Tensor], model: TargetModel, hidden: Tensor, *, shifted: bool, lm_head: Tensor, scale: float
 ) -> Tensor:

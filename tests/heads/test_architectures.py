@@ -64,11 +64,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
 def variant(name: str, model: TargetModel, **changes: Any) -> DraftHead:
     method = method_of(name)
     scale = {"embedding_scale": SCALE} if issubclass(head_classes(method)[0], EmbeddingConfig) else {}

@@ -89,14 +89,6 @@ def test_joint_trees_are_the_best_of_all_trees_of_their_size(case: tuple[int, li
     assert promised == sum(path_counts(ranks, top_k=width).values()) / len(ranks), "every path that was true is there"
 
 
-def test_the_joint_search_sees_that_heads_fail_together() -> None:
-    """Each head ranks the truth first or second equally often, but always both heads alike."""
-    ranks = torch.tensor([[0, 0], [1, 1]])
-    apart = Tree.from_paths([(0,), (1,), (0, 0), (0, 1)])  # by the product of accuracies
-    assert expected_tokens(ranks, apart) == 2.5
-    assert expected_tokens(ranks, best_tree(ranks, 5)) == 3.0
-
-
 # --- shares of sampled texts ---
 
 

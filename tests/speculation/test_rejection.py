@@ -37,11 +37,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
-
-
 def random_laws(seed: int, *, sharpness: float = 1.5, zeros: bool = False) -> dict[Path, Tensor]:
     """A distribution of the next token after each beginning of up to three tokens."""
     chance = torch.Generator().manual_seed(seed)
