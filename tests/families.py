@@ -1,6 +1,7 @@
 """Tiny random models of many families, an integer tokenizer and untrained heads: the world of the tests."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -195,6 +196,13 @@ def fitting(method: str, **options: Any) -> dict[str, Any]:
     if method in ("eagle", "eagle3", "mlp-speculator", "mtp"):
         options.pop("num_layers", None)
     return options
+
+
+def saved_model(target: TargetModel, folder: Path) -> Path:
+    """The folder, with the model and its tokenizer."""
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(str(folder))
+    return folder
 
 
 def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int = 0, **options: Any) -> DraftHead:

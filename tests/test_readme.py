@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftheads.cli.main import main
+from families import saved_model
 from serve_process import ServerProcess
 from training_world import chat_model
 
@@ -36,9 +37,7 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From questions to a head that serves; only a port is added."""
     monkeypatch.chdir(tmp_path)
-    target = chat_model()
-    for part in (target.model, target.tokenizer):
-        part.save_pretrained(tmp_path / "my-model")
+    saved_model(chat_model(), tmp_path / "my-model")
     Path("questions.jsonl").write_text("".join(f'{{"prompt": "w{i}"}}\n' for i in range(24)), encoding="utf-8")
     *verbs, server = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("draftheads ")]
     assert [words[0] for words in (*verbs, server)] == ["distill", "train", "generate", "serve"]

@@ -11,13 +11,13 @@ from draftheads.distill.local import EngineSource
 from draftheads.distill.run import distill
 from draftheads.loading import load
 from fake_progress import FakeProgress
+from families import saved_model
 from training_world import chat_model
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    chosen, target = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3), chat_model(seed=3)
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(str(tmp_path / "model"))
+    chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
+    saved_model(chat_model(seed=3), tmp_path / "model")
     out = tmp_path / "cli.jsonl"
     words = "--num-self-talk 3 --temperature 0 0 1 --max-new-tokens 12 --batch-size 4"
     command = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} {words} --precision fp32".split()

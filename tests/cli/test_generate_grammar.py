@@ -6,21 +6,19 @@ from pathlib import Path
 import pytest
 
 from cli_world import Run
+from families import saved_model
 from structured_world import PERSON, json_model
 
 SCHEMA = json.dumps(PERSON)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has a model with a tokenizer that spells JSON, and schemas."""
-    model = json_model()
-    model.model.save_pretrained(tmp_path / "model")
-    model.tokenizer.save_pretrained(tmp_path / "model")
+    saved_model(json_model(), tmp_path / "model")
     (tmp_path / "person.json").write_text(SCHEMA)
     (tmp_path / "half.json").write_text("{")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 

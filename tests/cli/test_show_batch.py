@@ -20,6 +20,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.page import Page
 from draftheads.reports.record_pages import batch_page
+from families import saved_model
 from html_pages import check_page
 from training_world import (
     EOS,
@@ -93,9 +94,7 @@ def test_a_tokenizer_is_loaded_without_weights(target: TargetModel, folder: Path
 
 
 def test_its_ends_of_text_are_the_models_also_without_a_generation_configuration(tmp_path: Path) -> None:
-    made = chat_model(eos_token_id=[EOS, 7])
-    made.model.save_pretrained(tmp_path)
-    made.tokenizer.save_pretrained(str(tmp_path))
+    saved_model(chat_model(eos_token_id=[EOS, 7]), tmp_path)
     (tmp_path / "generation_config.json").unlink()
     assert load_tokenizer(str(tmp_path)).eos_ids == {EOS, 7}
 

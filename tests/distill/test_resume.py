@@ -18,6 +18,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Journal, Outcome, distill, part_path
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
 from fake_progress import FakeProgress
+from families import saved_model
 from nursery import Nursery
 from thorough import some
 from training_world import chat_model
@@ -255,9 +256,7 @@ def num_lines(out: Path) -> int:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("num_kills", some([3, 10], 3))
 def test_after_kills_at_random_moments_the_file_is_the_same(num_kills: int, tmp_path: Path):
-    target = chat_model(seed=3)
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(str(tmp_path / "model"))
+    saved_model(chat_model(seed=3), tmp_path / "model")
     turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(60)]
     prompts = write_prompts(tmp_path / "prompts.jsonl", turns)
     command = f"--model {tmp_path}/model --prompts {prompts} --precision fp32".split()

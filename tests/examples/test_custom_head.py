@@ -12,6 +12,7 @@ from draftheads import heads
 from draftheads.bench.settings import BenchSettings
 from draftheads.cli.main import main
 from draftheads.search.settings import ReplaySettings
+from families import saved_model
 from training_world import chat_model, counting_chats, write_chats
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "custom_head"
@@ -42,11 +43,7 @@ def installed(site: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model on the disk."""
-    folder = tmp_path_factory.mktemp("model")
-    target = chat_model()
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return folder
+    return saved_model(chat_model(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

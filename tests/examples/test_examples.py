@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftheads.checkpoints.checkpoint import save_head
-from families import tiny_head
+from families import saved_model, tiny_head
 from structured_world import json_model
 from training_world import chat_model, counting_chats, write_chats
 
@@ -23,8 +23,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     target = chat_model()
     target.tokenizer.pad_token = target.tokenizer.eos_token  # generate of transformers needs one
-    target.model.save_pretrained(folder / "model")
-    target.tokenizer.save_pretrained(folder / "model")
+    saved_model(target, folder / "model")
     save_head(tiny_head("hydra", target), folder / "head", base=target)
     write_chats(folder / "chats.jsonl", counting_chats(40))
     (folder / "prompts.txt").write_text("w1\nw2 w3\nw4\nw5 w6\n")
@@ -67,8 +66,7 @@ def test_a_script_runs(name: str, run: Script):
 
 def test_structured_prints_json_and_the_same_text(run: Script, world: Path):
     model = json_model()
-    model.model.save_pretrained(world / "json-model")
-    model.tokenizer.save_pretrained(world / "json-model")
+    saved_model(model, world / "json-model")
     save_head(tiny_head("hydra", model), world / "json-head", base=model)
     facts, steps, choice = run("structured.py", "--head", "json-head", model="json-model").splitlines()
     assert facts.startswith("{'name': '")

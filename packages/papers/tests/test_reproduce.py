@@ -22,6 +22,7 @@ from draftheads_papers.paper_tables import PaperTable, blocks_of, cells_of, inte
 from draftheads_papers.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
 from draftheads_papers.studies import Variant, options_of
 from fake_progress import FakeProgress
+from families import saved_model
 from training_world import chat_model, counting_chats, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,9 +191,7 @@ def test_a_misspelt_table_is_an_error_with_a_hint():
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, chats that it can learn from, and questions."""
     place = tmp_path_factory.mktemp("study")
-    target = chat_model()
-    target.model.save_pretrained(place / "model")
-    target.tokenizer.save_pretrained(place / "model")
+    saved_model(chat_model(), place / "model")
     write_chats(place / "chats.jsonl", counting_chats(40))
     lines = [json.dumps({"prompt": f"w{n} w{n + 1}", "category": "ab"[n % 2]}) for n in range(4)]
     (place / "questions.jsonl").write_text("\n".join(lines))

@@ -109,7 +109,7 @@ def load_contenders(
         if not isinstance(saved, ResolvedHead):
             within = _WITHIN[saved]
             usual = Engine(target, within(_USUAL_NODES), max_batch_size=1)
-            yield Contender(name, usual.drafter, saved, as_loaded=lambda _, usual=usual: usual, within=within)
+            yield Contender(name, usual.drafter, saved, as_loaded=partial(_same, usual), within=within)
             continue
         head = load_drafter(saved, target, fast=load_options.get("fast", True))
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
@@ -122,7 +122,11 @@ def load_contenders(
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
         drafter = DraftModel(small, target)
         usual = Engine(target, drafter, max_batch_size=1)
-        yield Contender(DRAFT_MODEL, drafter, identity, count, as_loaded=lambda _: usual, draws=True)
+        yield Contender(DRAFT_MODEL, drafter, identity, count, as_loaded=partial(_same, usual), draws=True)
+
+
+def _same(engine: Engine, _copy: bool) -> Engine:  # noqa: FBT001
+    return engine
 
 
 def _as_loaded(

@@ -10,6 +10,7 @@ draft tokens above are right. So the ranks of several heads are joint ranks.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,14 +84,18 @@ def own_answers(
     advance = counted_stage(progress, f"answering {counted(len(prompts), 'prompt')}", len(parts))
     answers = []
     for number, part in enumerate(parts):
-        path = folder / f"answers-{number:03}.json"
-        texts = saved_json(path, lambda of=part: [one.token_ids for one in engine.generate(prompts[of], each[of])])
+        answered = partial(_answered, engine, prompts[part], each[part])
+        texts = saved_json(folder / f"answers-{number:03}.json", answered)
         answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts[part], texts, strict=True)]
         advance()
     answers = [answer for answer in answers if len(answer.token_ids) > 1]
     if len(answers) < 2:
         raise DataError(f"{target.model_id} ends its answers at once: there is nothing to calibrate on")
     return answers
+
+
+def _answered(engine: Engine, prompts: Sequence[list[int]], each: Sequence[SamplingSettings]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in engine.generate(prompts, each)]
 
 
 @dataclass(frozen=True)
