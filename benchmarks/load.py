@@ -49,6 +49,7 @@ from load_client import (
     ask,
     beside,
     closed_loop,
+    health_milliseconds,
     joining,
     neighbours,
     poisson,
@@ -284,6 +285,8 @@ class Measurement:
             return
         stack.callback(server.stop)
         self._urls[name] = server.url
+        if name == "draftheads":
+            say(f"{name}: /health takes {health_milliseconds(server.url):.1f} ms over a kept connection")
         self._all_ways += ways_of(name, server.models, options.fixed_nodes)
 
     def _ways(self) -> list[DecodingMethod]:
