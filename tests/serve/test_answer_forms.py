@@ -4,20 +4,25 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from byte_tokenizers import byte_level
-from draftheads.decode.answer_forms import CallForm
+from draftheads.decode.answer_forms import FORMS, AnswerForm, form_of
 from draftheads.decode.answer_forms.channels import GEMMA_4, HARMONY
-from draftheads.decode.answer_forms.form import ToolCall
+from draftheads.decode.answer_forms.form import CallForm, ToolCall, schemas_of, typed
 from draftheads.decode.answer_forms.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, MISTRAL_LIST
 from draftheads.decode.answer_forms.pairs import GLM, XML
 from draftheads.decode.answer_forms.pythonic import LFM2, PYTHONIC
+from draftheads.decode.text import AnswerText
 from draftheads.models.chat_template import render
 from draftheads.models.pretrained import ModelTokenizer
-from serve_world import Running, answered, only_read, tiny_engines
+from draftheads.serve.fields import ApiError
+from serve_world import NAME, USER, Running, answered, only_read, tiny_engines
 
 PAIRS = "{%% for k, v in f.arguments.items() %%}%s{%% endfor %%}"
 VALUE = "{{ v if v is string else v | tojson }}"
@@ -181,3 +186,257 @@ def test_whole_and_streamed_answers(name: str, step: int):
     thoughts = [FAMILIES[name].thought % part for part in ("So, é?\n", "Done")]
     most = sum(len(world(name).ids(part)) for part in thoughts if part in text)
     assert 0 <= most - num_thought <= 4 * bool(FAMILIES[name].tokens)
+
+
+@every
+def test_a_text_may_be_cut_into_pieces_anywhere(name: str):
+    text, expected = an_answer(name)
+    form = form_of(world(name).engines[NAME].model)
+    found = set()
+    for at in range(len(text)):
+        separator = AnswerText(form, schemas_of(TOOLS))
+        parts = [separator.push(text[:at]), separator.push(text[at:]), separator.push("", is_end=True)]
+        texts = ["".join(part.texts().get(each, "") for part in parts) for each in ("reasoning_content", "content")]
+        found.add((*texts, *(call.arguments for part in parts for call in part.calls)))
+    [(thought, content, *arguments)] = found
+    assert (thought, content) == (expected["reasoning_content"], expected["content"])
+    assert [("get_tide", json.loads(each)) for each in arguments] == expected["calls"]
+
+
+@every
+def test_answers_that_are_cut_off(name: str):
+    """Whole calls are calls, and the rest is text."""
+    family, one = FAMILIES[name], world(name)
+    text = family.calls(ONE) if name == "gpt-oss" else family.calls(ONE, TWO)
+    for end in range(1, len(one.ids(text)), 3):
+        found = answered(one, text, step=4, tools=TOOLS, max_tokens=end)
+        assert found["reason"] == "length"
+        assert values(found["calls"]) == [("get_tide", each) for each in (ONE, TWO)][: len(found["calls"])]
+
+
+def forced_texts(name: str) -> tuple[str, str]:
+    """A call as it is forced, and one with everything of the schema."""
+    end = FAMILIES[name].form.layout[2]
+    return FAMILIES[name].written(ONE) + end, FAMILIES[name].written(TWO) + end
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+@every
+def test_forced_calls(name: str, *, has_tokens: bool):
+    """As a model writes them that the grammar alone leads, as they are read, and as they are cut off."""
+    one = world(name, has_tokens=has_tokens)
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    for text, arguments in zip(forced_texts(name), (ONE, TWO), strict=True):
+        found = answered(one, text, step=3, **forced)
+        assert (values(found["calls"]), found["content"], found["reason"]) == (
+            [("get_tide", arguments)],
+            "",
+            "tool_calls",
+        )
+        seen = set()
+        for end in range(1, len(one.ids(text)), 2):
+            found = answered(one, text, step=3, **forced, max_tokens=end)
+            is_whole = bool(found["calls"]) and found["calls"][0][1].endswith("}")
+            assert (found["reason"], found["content"]) == ("tool_calls" if is_whole else "length", "")
+            seen |= {arguments for _, arguments in found["calls"]}
+        assert len(seen) > 1
+        assert all(each[:1] in ("", "{") for each in seen)
+    call = one.chat_call(**forced, max_tokens=400, logit_bias={str(one.ids(each)[0]): 9.0 for each in '"}])'})
+    [request], engine = call.requests, one.engines[NAME]
+    core = engine.core()
+    core.add(request)
+    assert list(engine.events(core))[-1].finish_reason == "stop"
+    [written] = call.response()["choices"][0]["message"]["tool_calls"]
+    assert written["function"]["name"] in ("get_tide", "now")
+    arguments = json.loads(written["function"]["arguments"])
+    assert (arguments == {}) == (written["function"]["name"] == "now")
+    assert "at" not in arguments or (len(arguments["at"]) <= 6 and type(arguments["day"]) is int)
+
+
+@every
+def test_grammars_of_calls_allow_no_others(name: str):
+    one, written = world(name), FAMILIES[name].written
+    wrong = {"name": ({"at": "3", "day": 2}, "get_tide", "get_time"), "type": ({"at": "3", "day": "x"}, "", "")}
+    wrong |= {"missing": ({"at": "3"}, "", ""), "long": ({"at": "3456789", "day": 2}, "", "")}
+    for arguments, old, new in wrong.values():
+        state = one.chat_call(tools=TOOLS, tool_choice="required").requests[0].grammar_state
+        text = written(arguments).replace(old, new) if old else written(arguments)
+        ids = [*one.ids(text), 0]
+        assert state is not None
+        assert state.num_allowed(ids) < len(ids)
+
+
+@every
+def test_calls_can_be_sent_back(name: str):
+    """A template writes the calls of a message as the model would; from there they are the same."""
+    one = world(name)
+    text, expected = an_answer(name)
+    calls = [
+        {"type": "function", "function": {"name": called, "arguments": arguments}}
+        for called, arguments in answered(one, text, step=5, tools=TOOLS)["calls"]
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    prompt = one.prompt_of(one.chat_call(messages=[USER, message], add_generation_prompt=False, tools=TOOLS))
+    parts = AnswerText(form_of(one.engines[NAME].model), schemas_of(TOOLS))
+    sent = prompt[prompt.rindex("assistant:") + 10 :].removesuffix(";")
+    assert values(parts.push(sent, is_end=True).calls) == expected["calls"]
+
+
+@every
+def test_a_format_together_with_tools(name: str):
+    """An answer is calls or a text of the format."""
+    family, one = FAMILIES[name], world(name)
+    answer = {"json_schema": {"schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}}
+    fields: dict[str, Any] = {"tools": TOOLS, "response_format": {"type": "json_schema", **answer}}
+    if name == "llama-3":
+        with pytest.raises(ApiError, match="cannot be told from other JSON") as error:
+            one.chat_call(**fields)
+        assert error.value.param == "response_format"
+        return
+    found = answered(one, family.form.text_opening + '{"a": 1}', step=3, **fields)
+    assert (found["content"], found["calls"], found["reason"]) == ('{"a": 1}', [], "stop")
+    calls = [ONE] if name == "gpt-oss" else [ONE, TWO]
+    text = family.calls(*calls).removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    assert values(answered(one, text, step=3, **fields)["calls"]) == [("get_tide", each) for each in calls]
+    state = one.chat_call(**fields, parallel_tool_calls=False).requests[0].grammar_state
+    ids, wrong = one.ids(text), one.ids('{"a": 2}')
+    assert state is not None
+    assert (state.num_allowed(ids) == len(ids)) == (len(calls) == 1)
+    assert state.num_allowed(wrong) < len(wrong)
+
+
+SHOWN = {
+    "qwen3.5": ("Call so: <tool_call>\n<function=NAME>", ()),
+    "glm": ("Call so: <tool_call>NAME\n<arg_key>KEY</arg_key>", ()),
+    "hermes": ("Call so: <tool_call>{}</tool_call>", ()),
+    "llama-3": ('Respond in the format {"name": function name, "parameters": values}', ()),
+    "llama-4": ("Call so: [func_name1(params_name1=params_value1)]", ()),
+    "lfm2": ("", ("<|tool_call_start|>", "<think>", "</think>")),
+    "gpt-oss": ("", ("<|channel|>", "<|message|>")),
+    "gemma-4": ("{# <|tool_call>call: #}", ()),
+    "mistral": ("", ("[TOOL_CALLS]", "[ARGS]")),
+    "mistral-list": ("{# [TOOL_CALLS] #}", ()),
+    "granite": ("answer with <|tool_call|> and a list", ()),
+}
+
+
+@every
+def test_the_template_or_the_tokens_show_the_form(name: str):
+    shown, tokens = SHOWN[name]
+    start = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    form = form_of(reader(start + shown, *tokens))
+    assert (form.calls, form.shows_tools) == (FAMILIES[name].form, True)
+    assert form_of(reader(FAMILIES[name].template)).calls is FAMILIES[name].form
+    assert not form_of(reader(shown, *tokens)).shows_tools
+    assert form_of(reader(start)).calls is None
+    assert set(FORMS) == {family.form for family in FAMILIES.values()}
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = ToolCall("add", '{"a": 1}')
+CASES: dict[str, tuple[Any, ...]] = {  # text, content, calls, thought
+    "text only": ("a <b> c", "a <b> c", []),
+    "call only": (CALL, "", [ADD]),
+    "two calls": (f"{CALL}\n{CALL}", "", [ADD, ADD]),
+    "text and call": (f"I add.\n\n{CALL}\n", "I add.", [ADD]),
+    "cut before the closing tag": (CALL.removesuffix("</tool_call>"), "", [ADD]),
+    "cut inside": (CALL[:30], CALL[:30], []),
+    "arguments in a text": ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ADD]),
+    "no JSON": ("<tool_call>add</tool_call>", "<tool_call>add</tool_call>", []),
+    "no arguments": ('<tool_call>{"name": "a"}</tool_call>', '<tool_call>{"name": "a"}</tool_call>', []),
+    "a beginning of a tag": ("1 <tool", "1 <tool", []),
+    "spaces at the end": ("yes. \n", "yes. \n", []),
+    "text around a call": (f"One.\n\n{CALL}\n Two  words. \n", "One.\n\nTwo  words. \n", [ADD]),
+    "text after a call": (f"{CALL}\n\nIt is 1 + 1. ", "It is 1 + 1. ", [ADD]),
+    "words beside a call": (f"One.{CALL}\nTwo.", "One.\nTwo.", [ADD]),
+    "spaces around what is no call": ("a <tool_call>x</tool_call> b", "a <tool_call>x</tool_call> b", []),
+    "a thought": ("<think>\nHm, 1?\n</think>\n\nYes.", "Yes.", [], "Hm, 1?"),
+    "an empty thought": ("<think>\n\n</think>\n\nYes.", "Yes.", [], ""),
+    "a thought that is cut": (f"<think>Perhaps {CALL} or", "", [], f"Perhaps {CALL} or"),
+    "a call in a thought": (f"<think>{CALL}</think>{CALL}", "", [ADD], CALL),
+    "two thoughts": (f"<think>a</think>b {CALL} <think> c </think> d", "b d", [ADD], "a c"),
+    "a thought in a call": (
+        '<tool_call>{"name": "add", "arguments": {"a": "<think>"}}</tool_call>.',
+        ".",
+        [ToolCall("add", '{"a": "<think>"}')],
+    ),
+    "an end without a beginning": ("a </think> b", "a </think> b", []),
+}
+
+
+def odd(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
+KEPT = [
+    '{"x": 1e999}',
+    '{"x": 0.12345678901234567891}',
+    '{"x": 1.10,  "y": "\\ud83d\\ude00"}',
+    '{"arguments": {"x": 1}}',
+]
+NO_CALLS = ["NaN", '{"x": NaN}', '{"x": -Infinity}', '{"x": "\\ud83d"}', "[1]", '"text"', '"{}{"', "5", "[" * 5000]
+CASES |= {each: (odd(each), "", [ToolCall("add", each)]) for each in KEPT}
+CASES |= {each[:20]: (odd(each), odd(each), []) for each in NO_CALLS}
+
+
+@pytest.mark.parametrize("case", CASES)
+@example([])
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 80), max_size=6))
+def test_calls_in_a_text_however_it_is_cut(case: str, cuts: list[int]):
+    text, *expected = CASES[case]
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    separator = AnswerText(AnswerForm(HERMES, ("<think>", "</think>"), shows_tools=True), {})
+    parts = [separator.push(text[a:b]) for a, b in pairwise(edges)] + [separator.push("", is_end=True)]
+    thought, content = (
+        "".join(part.texts().get(each, "") for part in parts) for each in ("reasoning_content", "content")
+    )
+    assert (content, [call for part in parts for call in part.calls], thought) == (*expected, "")[:3]
+
+
+def test_text_that_is_no_tag_is_not_held_back():
+    assert AnswerText(AnswerForm(None, None, shows_tools=False)).push("1 < 2 and 3").content == [(0, "1 < 2 and 3")]
+
+
+@pytest.mark.parametrize("arguments", [*KEPT, "{}"])
+def test_odd_arguments_can_be_sent_back(arguments: str):
+    function = {"name": "add", "arguments": arguments}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    assert world("hermes").chat_call(messages=[USER, message], tools=TOOLS).messages is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "expected"),
+    [
+        ("3", {"type": "string"}, '"3"'),
+        ("3", {"enum": ["3", "4"]}, '"3"'),
+        ("3", {"$ref": "#/$defs/text"}, '"3"'),
+        ("3", {"anyOf": [{"type": "string"}, {"type": "null"}]}, '"3"'),
+        ("null", {"type": ["string", "null"]}, "null"),
+        ("3", {}, "3"),
+        ("3.10", {"type": "number"}, "3.10"),
+        ("True", {"type": "boolean"}, "true"),
+        ("{'a': None}", {"type": "object"}, '{"a": null}'),
+        ("NaN", {"type": "number"}, '"NaN"'),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("é", {"type": "integer"}, '"é"'),
+        ("5", {"$ref": "#/$defs/loop"}, "5"),
+    ],
+)
+def test_values_without_quotes_have_the_types_of_the_schema(text: str, schema: Any, expected: str):
+    root = {"$defs": {"text": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}}
+    assert typed(text, schema, root) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tool", "problem"),
+    [
+        ("qwen3.5", {"name": "a", "parameters": {"anyOf": []}}, "'anyOf' of parameters"),
+        ("glm", {"name": "a", "parameters": {"properties": {"b": {"type": "string", "pattern": "a+"}}}}, "pattern"),
+        ("lfm2", {"name": "a-b"}, "the name 'a-b'"),
+    ],
+)
+def test_calls_that_a_form_cannot_write_are_not_forced(name: str, tool: dict[str, Any], problem: str):
+    with pytest.raises(ApiError, match=problem) as error:
+        world(name).chat_call(tools=[{"type": "function", "function": tool}], tool_choice="required")
+    assert (error.value.status_code, error.value.param) == (400, "tool_choice")

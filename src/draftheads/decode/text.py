@@ -291,17 +291,16 @@ class AnswerText:
         if form.thinking:
             openings[form.thinking[0]], closings["thought"] = "thought", (form.thinking[1],)
         openings |= dict.fromkeys((*calls.tags, *first) if calls else (), "call")
-        self._parts = TaggedText(openings, closings, first=first, kind="thought" if in_thought else "text")
+        kind = "call" if is_forced else "thought" if in_thought else "text"
+        self._parts = TaggedText(openings, closings, first=first, kind=kind)
         self._content, self._thoughts = TrimmedText(), TrimmedText()
         self._thoughts.cut()
         if in_thought:
             self._content.cut()
-        self._call: Span | None = None  # one that has begun
+        # one that has begun
+        self._call: Span | None = (-len(calls.opening), calls.opening) if calls and is_forced else None
         self.at = 0  # how much of the text is separated
         self.thoughts: list[range] = []  # where they are, with their tags
-        if is_forced and calls:
-            self.at = -len(calls.opening)
-            self.push(calls.opening)
 
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerParts:
         """Adds text; returns what is certain. ``is_cut``: the answer ends because it is too long."""
@@ -314,7 +313,8 @@ class AnswerText:
                 if is_closing:
                     self._end_call(parts)
             elif kind == "thought":
-                self.thoughts.append(range(start, self.at))
+                begun = self.thoughts.pop().start if self.thoughts and self.thoughts[-1].stop == start else start
+                self.thoughts.append(range(begun, self.at))
                 if is_tag:
                     self._content.cut()
                     self._thoughts.cut()
@@ -331,12 +331,14 @@ class AnswerText:
         return parts
 
     def _end_call(self, parts: AnswerParts, *, is_cut: bool = False) -> None:
-        """Adds the calls; a text without is content."""
+        """Adds the calls; a text without is content. ``is_cut``: it has no end."""
         assert self._form is not None
         (start, text), self._call = self._call or (0, ""), None
-        calls = self._form.calls(text, self._schemas)
-        if calls is None and is_cut and self._is_forced:
-            calls = self._form.calls(text, self._schemas, is_cut=True) or []
+        calls: list[ToolCall] | None = None
+        if is_cut and self._is_forced:
+            calls = self._form.part(text.removeprefix(self._form.opening), self._schemas)
+        elif not is_cut or not self._form.closings:
+            calls = self._form.calls(text, self._schemas)
         if calls is None:
             hidden = max(0, -start)  # the opening of a forced call
             parts.content += self._content.push(start + hidden, text[hidden:])

@@ -333,7 +333,7 @@ class ChatCall(Call):
         if part.logprobs or (not texts and part.pieces is not None):
             texts.setdefault("content", "")
         for name, text in texts.items():
-            more = {} if part.pieces is None else {"pieces": part.pieces.get(name, [])}
+            more: dict[str, Any] = {} if part.pieces is None else {"pieces": part.pieces.get(name, [])}
             more |= {"logprobs": part.logprobs} if name == "content" else {}
             choices.append(_delta(index, {name: text}, **more))
         choices += [_delta(index, {"tool_calls": [call_json(call, number)]}) for number, call in part.calls.items()]

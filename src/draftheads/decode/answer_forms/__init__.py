@@ -24,7 +24,10 @@ _END_OF_THOUGHT = re.compile(
 _PROBE = "probe_of_template"
 _TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": NOTHING}}
 _CALLED = {"id": "probe0000", "type": "function", "function": {"name": _PROBE, "arguments": {"key": "value"}}}
-_CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_CALLED]}]
+_CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
+]
 
 
 @dataclass(frozen=True)

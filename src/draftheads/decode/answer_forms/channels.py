@@ -2,10 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from draftheads.decode.answer_forms.form import CallForm, Lark, Schemas, ToolCall, call_of
+from draftheads.decode.answer_forms.form import CallForm, Members, Schemas, ToolCall, call_of
 
 _TO = re.compile(r".*?functions\.(?P<name>[\w.-]+).*?<\|message\|>(?P<arguments>.*)", re.DOTALL)
 _FINAL = "<|channel|>final<|message|>"
@@ -13,33 +11,24 @@ _STRING = re.compile(r'<\|"\|>(.*?)(?:<\|"\|>|$)|("(?:[^"\\]|\\.)*")|([A-Za-z_][
 _CALL = re.compile(r"call:(?P<name>[^\s{]+?)\s*(?P<arguments>\{.*)", re.DOTALL)
 
 
-def _read_harmony(text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None:
+def _read_harmony(text: str, schemas: Schemas) -> list[ToolCall] | None:
     found = _TO.fullmatch(text)
-    return call_of(found["name"], found["arguments"], is_cut=is_cut) if found else None
+    return call_of(found["name"], found["arguments"]) if found else None
 
 
-def _write_harmony(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-    return f"{lark.text(f'{name} <|constrain|>json<|message|>')} {lark.json(schema)}"
-
-
-def _read_gemma(text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None:
+def _read_gemma(text: str, schemas: Schemas) -> list[ToolCall] | None:
     found = _CALL.fullmatch(text)
-    return call_of(found["name"], _STRING.sub(_as_json, found["arguments"]), is_cut=is_cut) if found else None
+    return call_of(found["name"], _STRING.sub(_as_json, found["arguments"])) if found else None
 
 
 def _as_json(found: re.Match[str]) -> str:
     return found[2] or json.dumps(found[3] or found[1] or "", ensure_ascii=False)
 
 
-def _write_gemma(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-    members = lark.members(schema, lambda key: f"{key}:", "", ",", '<|"|>')
-    return f"{lark.text(f'{name}{{')} {members} {lark.text('}')}"
-
-
 HARMONY = CallForm(
     "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}",
     ("<|channel|>commentary to=functions.", None, "", ""),
-    *(_read_harmony, _write_harmony),
+    *(("", " <|constrain|>json<|message|>", ""), _read_harmony),
     ("<|channel|>commentary to=", "<|channel|>analysis to=", "<|start|>assistant to="),
     ("<|call|>", "<|end|>"),
     pattern=r"<\|channel\|>",
@@ -55,7 +44,7 @@ HARMONY = CallForm(
 GEMMA_4 = CallForm(
     '<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>',
     ("<|tool_call>call:", "<tool_call|><|tool_call>call:", "", "<tool_call|>"),
-    *(_read_gemma, _write_gemma, ("<|tool_call>",), ("<tool_call|>",)),
+    *(("", "{", "}"), _read_gemma, ("<|tool_call>",), ("<tool_call|>",), Members("{}:", "", ",", '<|"|>')),
     thinking=("<|channel>thought", "<channel|>"),
     tokens=("<|tool_call>", "<|channel>", "<channel|>", '<|"|>'),
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from draftheads.utils.messages import half_character
 
@@ -26,6 +26,15 @@ class ToolCall:
     is_cut: bool = False  # the answer was too long for all of them
 
 
+class Members(NamedTuple):
+    """How arguments are written one by one, where they are no JSON."""
+
+    before: str  # with {} for the name
+    end: str
+    between: str
+    quote: str | None  # around texts; None: they are JSON, too
+
+
 @dataclass(frozen=True)
 class CallForm:
     """How the models of some families write calls: between an opening and a closing tag, or up to the answer's end."""
@@ -33,16 +42,18 @@ class CallForm:
     name: str  # in errors and docs
     # before the first call, before every further one (None: an answer has one), behind the last one; the closing tag
     layout: tuple[str, str | None, str, str]
-    read: "ReadCalls"
-    write: Callable[["Lark", str, Mapping[str, Any]], str]  # the grammar of a call
+    call: tuple[str, str, str]  # before a name, between it and the arguments, behind those
+    read: Callable[[str, Schemas], list[ToolCall] | None]  # the calls of a text without its tags; None: it has none
     tags: tuple[str, ...]  # one of these opens a call
     closings: tuple[str, ...] = ()  # one of these closes it; none: the end of the answer
+    members: Members | None = None  # None: arguments are JSON
     pattern: str = ""  # a regular expression of what templates or tokenizers have of it; else they have the first tag
     first: Callable[[Schemas], Sequence[str]] = lambda _: ()  # texts that open a call if the answer begins with them
     thinking: tuple[str, str] | None = None  # tags of thoughts; None: those that the template shows
     marks: tuple[str, ...] = ()  # other texts that are no part of the answer
     tokens: tuple[str, ...] = ()  # texts of special tokens, beside the tags, without which answers cannot be read
     text_opening: str = ""  # before a text that a grammar writes
+    needs_identifiers: bool = False  # as names of functions
 
     @property
     def opening(self) -> str:
@@ -52,13 +63,27 @@ class CallForm:
         """Whether a template or a list of tokens has this form."""
         return re.search(self.pattern or re.escape(self.tags[0]), text) is not None
 
-    def calls(self, text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None:
+    def calls(self, text: str, schemas: Schemas) -> list[ToolCall] | None:
         """Those in a text with its tags; None: it has none."""
         for tag in self.tags:
             text = text.removeprefix(tag)
         for tag in self.closings:
             text = text.removesuffix(tag)
-        return self.read(text.strip(), schemas, is_cut=is_cut)
+        return self.read(text.strip(), schemas)
+
+    def part(self, text: str, schemas: Schemas) -> list[ToolCall]:
+        """What a grammar has written of a call, whose text behind its opening was cut off."""
+        before, between, _ = self.call
+        starts = {name: f"{before}{name}{between}" for name in schemas}
+        for name, rest in (
+            (name, text.removeprefix(start)) for name, start in starts.items() if text.startswith(start)
+        ):
+            if self.members is not None:
+                return [ToolCall(name, f"{{{_part_of(self.members, rest, schemas[name])}", is_cut=True)]
+            with suppress(ValueError):
+                return [ToolCall(name, rest[: raw_decode(rest)[1]])]
+            return [ToolCall(name, rest, is_cut=True)]
+        return []
 
     def grammar(self, schemas: Schemas, tokens: Mapping[str, int], *, text: str | None, parallel: bool) -> str:
         """Of an answer: the rest of one call behind its opening, or with ``text``, a JSON schema, such a text or calls.
@@ -67,7 +92,13 @@ class CallForm:
             ValueError: the form cannot write these calls.
         """
         (opening, between, end, closing), lark = self.layout, Lark(tokens)
-        call = lark.any_of(self.write(lark, name, schema) for name, schema in schemas.items())
+        if self.needs_identifiers and (odd := [name for name in schemas if not name.isidentifier()]):
+            raise ValueError(f"the name {odd[0]!r}")
+        before, middle, behind = self.call
+        call = lark.any_of(
+            f"{lark.text(before + name + middle)} {lark.arguments(schema, self.members)} {lark.text(behind)}"
+            for name, schema in schemas.items()
+        )
         if text is None:
             return lark.grammar(f"{call} {lark.text(end)}")
         if not opening:
@@ -81,12 +112,6 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
     """Those of tools in OpenAI's form, or of functions alone."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: function.get("parameters") or NOTHING for function in functions}
-
-
-class ReadCalls(Protocol):
-    """Reads the calls of a text without its tags; None: it has none. ``is_cut``: it may end in a call."""
-
-    def __call__(self, text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None: ...
 
 
 class Lark:
@@ -128,13 +153,10 @@ class Lark:
         tag, newline = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
         return f"{self.rule(_regex(pattern), f'[suffix={_quoted(tag)}]')} {self.text(newline)}"
 
-    def members(
-        self, parameters: Mapping[str, Any], before: Callable[[str], str], end: str, between: str, quote: str | None
-    ) -> str:
-        """Arguments one by one in their order, each with a text before and an end; ``quote`` is around texts.
-
-        Without a quote texts are JSON, too.
-        """
+    def arguments(self, parameters: Mapping[str, Any], members: Members | None) -> str:
+        """Those of a schema, in their order."""
+        if members is None:
+            return self.json(parameters)
         if more := parameters.keys() - _KNOWN:
             raise ValueError(f"{min(more)!r} of parameters")
         required = parameters.get("required", ())
@@ -142,13 +164,13 @@ class Lark:
         first = following = ""  # what follows, if nothing is before it, or something
         for name, given in reversed(properties.items()):
             schema = resolved(given, parameters)
-            if quote is not None and "string" in types_of(schema, parameters):
-                value = f"{self.text(quote)} {self.until(quote + end, schema)}"
+            if members.quote is not None and "string" in types_of(schema, parameters):
+                value = f"{self.text(members.quote)} {self.until(members.quote + members.end, schema)}"
             else:
                 shared = {"$defs": parameters["$defs"]} if "$defs" in parameters else {}
-                value = f"{self.json({**schema, **shared})} {self.text(end)}"
-            member = self.rule(f"{self.text(before(name))} {value}")
-            ways = f"{member} {following}", f"{self.text(between)} {member} {following}"
+                value = f"{self.json({**schema, **shared})} {self.text(members.end)}"
+            member = self.rule(f"{self.text(members.before.format(name))} {value}")
+            ways = f"{member} {following}", f"{self.text(members.between)} {member} {following}"
             needed = name in required
             first, following = (
                 self.rule(way if needed else f"{way} | {rest or _quoted('')}")
@@ -185,24 +207,41 @@ def types_of(schema: Any, root: Mapping[str, Any], *, depth: int = 4) -> set[str
     return {"string" for value in values if isinstance(value, str)}.union(*parts)
 
 
-def call_of(name: Any, arguments: str, *, is_cut: bool = False) -> list[ToolCall] | None:
+def call_of(name: Any, arguments: str) -> list[ToolCall] | None:
     """A call with this text as its arguments; None if it is no JSON object that a client can send back."""
-    name = name.strip() if isinstance(name, str) else ""
     with suppress(ValueError, RecursionError):
         value = decode(arguments.strip())
-        if name and isinstance(value, dict) and not half_character(json.dumps([name, value], ensure_ascii=False)):
-            return [ToolCall(name, arguments.strip())]
-    return [ToolCall(name, arguments, is_cut=True)] if name and is_cut else None
+        is_call = isinstance(name, str) and name.strip() and isinstance(value, dict)
+        if is_call and not half_character(json.dumps([name, value], ensure_ascii=False)):
+            return [ToolCall(name.strip(), arguments.strip())]
+    return None
 
 
-def call_of_pairs(
-    name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas, *, is_cut: bool
-) -> list[ToolCall] | None:
-    """A call whose arguments are texts; the function's schema says of which type they are."""
-    schema = schemas.get(name.strip(), {})
+def json_of_pairs(pairs: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> str:
+    """A JSON object of texts; the function's schema says of which type they are."""
     properties = schema.get("properties", {})
     members = [f"{json.dumps(key)}: {typed(text, properties.get(key), schema)}" for key, text in pairs]
-    return call_of(name, f"{{{', '.join(members)}{'' if is_cut else '}'}", is_cut=is_cut)
+    return f"{{{', '.join(members)}}}"
+
+
+def _part_of(members: Members, text: str, schema: Mapping[str, Any]) -> str:
+    """The whole members in a text that is cut off, as JSON without braces."""
+    before = re.compile(re.escape(members.before).replace(r"\{\}", "(.*?)"), re.DOTALL)
+    found, at, properties = list[str](), 0, schema.get("properties", {})
+    while key := before.match(text, at):
+        at, end = key.end(), (members.quote or "") + members.end
+        with suppress(ValueError):
+            if members.quote is not None and "string" in types_of(properties.get(key[1]), schema):
+                start, at = at + len(members.quote), text.index(end, at + len(members.quote))
+                value, at = json.dumps(text[start:at], ensure_ascii=False), at + len(end)
+            else:
+                start, at = at, raw_decode(text, at)[1]
+                value, at = text[start:at], at + len(members.end)
+            found.append(f"{json.dumps(key[1])}: {value}")
+            at += len(members.between)
+            continue
+        break
+    return ", ".join(found)
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> str:

@@ -1,20 +1,17 @@
 """Calls as JSON: ``{"name": …, "arguments": …}`` in tags, in lists or alone, and Mistral's name before the JSON."""
 
-import json
 import re
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from draftheads.decode.answer_forms.form import CallForm, Lark, Schemas, ToolCall, call_of, raw_decode
+from draftheads.decode.answer_forms.form import CallForm, Schemas, ToolCall, call_of, raw_decode
 
 _GAP = re.compile(r"[\s,;]*")  # between calls
 _KEY = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
-_BEGINNING = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + _KEY.pattern, re.DOTALL)
 _NAMED = re.compile(r"\s*(?P<name>[^\s\[{]+?)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?(?P<arguments>\s*\{.*)", re.DOTALL)
 
 
-def json_calls(text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None:
+def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """The calls of a text: an object, several, or a list."""
     calls, text = list[ToolCall](), text.strip()
     at = int(text.startswith("["))
@@ -27,8 +24,7 @@ def json_calls(text: str, schemas: Schemas, *, is_cut: bool = False) -> list[Too
             calls += found
             at = end
         return calls or None
-    begun = _BEGINNING.match(text, at)
-    return call_of(begun["name"], text[begun.end() :], is_cut=True) if is_cut and begun else None
+    return None
 
 
 def _call(value: Any, text: str) -> list[ToolCall] | None:
@@ -46,65 +42,50 @@ def _call(value: Any, text: str) -> list[ToolCall] | None:
     return None
 
 
-def _bare(text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None:
+def _bare(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """Other JSON is not a call: the name has to be that of a function."""
-    calls = json_calls(text, schemas, is_cut=is_cut)
+    calls = json_calls(text, schemas)
     return calls if calls and all(call.name in schemas for call in calls) else None
 
 
-def _mistral(text: str, schemas: Schemas, *, is_cut: bool = False) -> list[ToolCall] | None:
+def _mistral(text: str, schemas: Schemas) -> list[ToolCall] | None:
     calls = list[ToolCall]()
     for part in text.split("[TOOL_CALLS]"):
         named = _NAMED.fullmatch(part)
-        found = (
-            call_of(named["name"], named["arguments"], is_cut=is_cut)
-            if named
-            else json_calls(part, schemas, is_cut=is_cut)
-        )
+        found = call_of(named["name"], named["arguments"]) if named else json_calls(part, schemas)
         if found is None:
             return None
         calls += found
     return calls
 
 
-def _writer(key: str) -> Callable[[Lark, str, Mapping[str, Any]], str]:
-    def write(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-        beginning = f'{{"name": {json.dumps(name)}, "{key}": '
-        return f"{lark.text(beginning)} {lark.json(schema)} {lark.text('}')}"
-
-    return write
-
-
-def _write_named(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-    return f"{lark.text(name + '[ARGS]')} {lark.json(schema)}"
-
-
+_ARGUMENTS = ('{"name": "', '", "arguments": ', "}")
 HERMES = CallForm(
     '<tool_call>{"name": …, "arguments": …}</tool_call>',
     ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "", "\n</tool_call>"),
-    *(json_calls, _writer("arguments"), ("<tool_call>",), ("</tool_call>",)),
+    *(_ARGUMENTS, json_calls, ("<tool_call>",), ("</tool_call>",)),
 )
 GRANITE = CallForm(
     '<|tool_call|>[{"name": …, "arguments": …}]',
     ("<|tool_call|>[", ", ", "]", ""),
-    *(json_calls, _writer("arguments"), ("<|tool_call|>",), ("<|/tool_call|>",)),
+    *(_ARGUMENTS, json_calls, ("<|tool_call|>",), ("<|/tool_call|>",)),
 )
 LLAMA_3 = CallForm(
     '{"name": …, "parameters": …}',
     ("", "; ", "", ""),
-    *(_bare, _writer("parameters"), ("<|python_tag|>",)),
+    *(('{"name": "', '", "parameters": ', "}"), _bare, ("<|python_tag|>",)),
     pattern=r'"name": (function name|"probe_of_template"), "parameters": (?!\{"type")',
     first=lambda _: ('{"name"', '{"type"'),
 )
 MISTRAL = CallForm(
     "[TOOL_CALLS]name[ARGS]{…}",
     ("[TOOL_CALLS]", "[TOOL_CALLS]", "", ""),
-    *(_mistral, _write_named, ("[TOOL_CALLS]",)),
+    *(("", "[ARGS]", ""), _mistral, ("[TOOL_CALLS]",)),
     pattern=r"\[ARGS\]",
     tokens=("[ARGS]", "[CALL_ID]"),
 )
 MISTRAL_LIST = CallForm(
     '[TOOL_CALLS][{"name": …, "arguments": …}]',
     ("[TOOL_CALLS][", ", ", "]", ""),
-    *(_mistral, _writer("arguments"), ("[TOOL_CALLS]",)),
+    *(_ARGUMENTS, _mistral, ("[TOOL_CALLS]",)),
 )
