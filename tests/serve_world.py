@@ -24,6 +24,7 @@ from draftheads.models.model import TargetModel
 from draftheads.serve.app import HttpServer, http_server
 from draftheads.serve.chat_completions import ChatCall, ChatFields, read_chat
 from draftheads.serve.guard import Access, HttpLimits
+from draftheads.serve.limited import Untried
 from draftheads.serve.options import listen
 from draftheads.serve.responses import ResponseCall, ResponseFields, read_response
 from draftheads.serve.scheduler import Limits, Scheduler
@@ -92,7 +93,13 @@ class Running:
 
     def chat_call(self, **fields: Any) -> ChatCall:
         """A chat that is read and not answered."""
-        return read_chat(ChatFields.model_validate({"model": NAME, "messages": [USER], **fields}), self.service)
+        body = ChatFields.model_validate({"model": NAME, "messages": [USER], **fields})
+        try:
+            return read_chat(body, self.service)
+        except Untried as untried:  # a server does it in another process
+            compiler, grammar, _ = untried.args
+            compiler.compile(grammar)
+            return read_chat(body, self.service)
 
     def response_call(self, **fields: Any) -> ResponseCall:
         body = ResponseFields.model_validate({"model": NAME, "input": USER["content"], **fields})

@@ -7,10 +7,10 @@ import openai
 import pydantic
 import pytest
 
+from draftheads.decode.answer_forms.form import ToolCall
 from draftheads.serve.chat_completions import AnswerPart
 from draftheads.serve.responses import ResponseEvents
-from draftheads.serve.tools import ToolCall
-from serve_world import NAME, USER, Running, check_wrong
+from serve_world import NAME, USER, Running, check_wrong, chunks_of
 
 ASK = {"model": NAME, "input": USER["content"], "max_output_tokens": 24, "temperature": 0}
 CHAT = {"model": NAME, "messages": [USER], "max_tokens": 24, "temperature": 0}
@@ -151,6 +151,15 @@ def test_text_and_calls_of_an_answer_are_items_in_this_order():
     assert [event["output_index"] for event in added] == [event["output_index"] for event in done] == [0, 1, 2]
     assert [event["item"] for event in done] == output
     assert len({item["id"] for item in output}) == 3
+
+
+def test_a_stream_that_fails_ends_with_an_event_of_it(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(ResponseEvents, "_delta", lambda *_: 1 / 0)
+    [*_, last] = chunks_of(server.post("responses", input="the cat", max_output_tokens=4, stream=True))
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_fields_of_this_server(client: openai.OpenAI, server: Running):

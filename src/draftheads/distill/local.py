@@ -72,7 +72,7 @@ class EngineSource:
         for event in self.engine.events(core):
             on_progress(len(event.token_ids))
             if event.finish_reason is not None:
-                _add_result(dialogues[event.index], running.pop(event.index), self.engine.model)
+                add_result(dialogues[event.index], running.pop(event.index), self.engine.model)
                 go_on(event.index, first=True)
 
     def _request(self, dialogue: Dialogue) -> tuple[Prompt, SamplingSettings]:
@@ -101,7 +101,7 @@ class EngineSource:
         return list(tokenizer(dialogue.messages[0]["content"])["input_ids"])
 
 
-def _add_result(dialogue: Dialogue, request: Request, model: ChatReader) -> None:
+def add_result(dialogue: Dialogue, request: Request, model: ChatReader) -> None:
     """Adds the generated question or answer to the dialogue.
 
     An answer stays as the model wrote it. Only one in channels, which templates refuse, is separated into its parts.
