@@ -14,6 +14,7 @@ import pytest
 
 from adapter_world import merged, saved_adapter
 from draftheads.decode.engine import Engine
+from draftheads.serve.guard import HttpLimits
 from draftheads.settings import Grammar
 from serve_process import wait_until
 from serve_world import NAME, PLAIN, Running, raw_request, running, texts_of, tiny_engines
@@ -142,7 +143,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, l
     folder = saved_adapter(base, tmp_path_factory.mktemp("crowd") / "tuned")
     plain = {(NAME, PLAIN): engines[PLAIN], ("tuned",): Engine(merged(base, folder))}
     engines["tuned"] = engines[NAME].with_adapter(folder)
-    with running(engines, max_rows=24, max_waiting=1000, kv_bytes=KV_BYTES) as server:
+    with running(engines, HttpLimits(max_connections=1000), max_rows=24, max_waiting=1000, kv_bytes=KV_BYTES) as server:
         yield server, [question for names, engine in plain.items() for question in questions(server, engine, names)]
 
 
