@@ -11,12 +11,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from draftheads.cpu import attention as attention_module
-from draftheads.cpu.attention import MAX_TREE_ROWS, grouped_attention
+from draftheads.cpu import optimise
 from draftheads.cpu.kernels import PackedLinear, Plain
 from draftheads.cpu.native_library import load_library
 from draftheads.cpu.native_step import SequenceBatch
-from draftheads.cpu.optimise import RoundedEmbedding, kernels_of, speed_up
+from draftheads.cpu.optimise import MAX_TREE_ROWS, RoundedEmbedding, grouped_attention, kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
 from draftheads.models.fingerprint import MAX_DIFFERENCE, difference
@@ -208,14 +207,14 @@ def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
 def by_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Texts and slots of each use of batched products; the CPU seems to have bf16."""
     used: list[tuple[int, int]] = []
-    original = attention_module._by_products
+    original = optimise._by_products
 
     def spying(rows: Tensor, key: Tensor, *rest: Any) -> Tensor:
         used.append((len(rows), key.shape[2]))
         return original(rows, key, *rest)
 
-    monkeypatch.setattr(attention_module, "_by_products", spying)
-    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(optimise, "_by_products", spying)
+    monkeypatch.setattr(optimise, "native_bf16", lambda: True)
     return used
 
 
@@ -246,8 +245,8 @@ def test_attention_with_many_scores_equals_stock_attention(
 ) -> None:
     """Many scores in bf16 go another way, if no keys need be copied for it; it is as exact as the usual one."""
     torch.manual_seed(0)
-    monkeypatch.setattr(attention_module, "_MANY_SCORES", 16 * heads * 2 * 32)
-    monkeypatch.setattr(attention_module, "_MOST_SCORES", 16 * heads * 4 * 34)
+    monkeypatch.setattr(optimise, "_MANY_SCORES", 16 * heads * 2 * 32)
+    monkeypatch.setattr(optimise, "_MOST_SCORES", 16 * heads * 4 * 34)
     cases = {
         (15, 2, 0): [],
         (16, 2, 0): [16],
@@ -274,8 +273,8 @@ def test_attention_with_many_scores_equals_stock_attention(
 
 def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers gives such masks to texts that are padded; 0 and 1 would hide nothing."""
-    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
-    monkeypatch.setattr(attention_module, "_MANY_SCORES", 1)
+    monkeypatch.setattr(optimise, "native_bf16", lambda: True)
+    monkeypatch.setattr(optimise, "_MANY_SCORES", 1)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 5, 16).bfloat16() for _ in range(3))
     seen = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)

@@ -1,4 +1,4 @@
-"""Transformer layers of heads against attention one query at a time, and against transformers' Llama."""
+"""Transformer layers of heads against attention one query at a time, and the keys and values that they keep."""
 
 from typing import Any
 
@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from draftheads.heads import head_classes
-from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend, attend_with_path
-from draftheads.heads.kv_cache import KeysValues
+from draftheads.heads.attention import (
+    HeadKVCache,
+    KeysValues,
+    LayerConfig,
+    RmsNorm,
+    TransformerLayer,
+    attend,
+    attend_with_path,
+)
 from families import VOCAB
 from slow_heads import slow_attention
 
@@ -55,3 +62,27 @@ def test_attention_with_a_path_is_attention_over_both(groups: int) -> None:
         both = KeysValues(*(torch.cat([a, b[:, s]], 1) for a, b in zip(seen, path, strict=True)))
         own = torch.cat([mask, torch.ones(2, 1, 2, dtype=torch.bool)], 2)
         torch.testing.assert_close(found[:, s : s + 1], attend(queries[:, s : s + 1], both, own), rtol=1e-4, atol=1e-5)
+
+
+def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
+    history = HeadKVCache(1)
+    history.join(3, torch.device("cpu"))
+    texts = torch.randn(3, 1000, 1, 4)
+    for row, count in enumerate((10, 1000, 200)):
+        rows = slice(row, row + 1)
+        positions, longest = history.span(rows, count)
+        history.write(0, rows, KeysValues(texts[rows, :count], -texts[rows, :count]), positions, longest)
+        history.accept(rows, torch.tensor([count]), [count])
+    assert slots(history) == 3 * 1024
+    history.keep(torch.tensor([0, 2]))
+    assert slots(history) == 2 * 256
+    (seen,), _ = history.accepted()
+    assert torch.equal(seen.keys[1], texts[2, :200])
+    assert torch.equal(seen.values[0, :10], -texts[0, :10])
+
+
+def slots(history: HeadKVCache) -> int:
+    """Of all rows, by the memory that they take."""
+    (kept,) = history.layers
+    assert kept is not None
+    return sum(part.untyped_storage().nbytes() for part in kept) // sum(part[0, 0].nbytes for part in kept)

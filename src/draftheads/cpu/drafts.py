@@ -4,7 +4,7 @@ B rows, W nodes of a depth, R children of each, M candidates, N nodes of a tree.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,7 @@ from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, Weigh
 
 def first_largest(logits: Tensor) -> Tensor | None:
     """The first of the largest logits of each row, (…, V) -> (…) int64; None where there is no library for it."""
-    if (library := _library_for(logits)) is None:
-        return None
-    logits = logits.contiguous()
-    values, places = (torch.empty(logits.shape[:-1], dtype=dtype) for dtype in (torch.float32, torch.int64))
-    given = (KINDS[logits.dtype], logits.data_ptr(), places.numel(), logits.shape[-1], 1, 1.0)
-    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), None)
-    return places
+    return None if (found := _top(logits, 1, 1.0)) is None else found[1][..., 0]
 
 
 def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,25 +31,25 @@ def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, T
         the sum of all quotients' exponentials (…, 1) float32.
     """
     count = min(count, logits.shape[-1])
-    if (library := _library_for(logits)) is None:
-        scaled = logits.float() if divisor == 1.0 else logits.float() / divisor
-        top = scaled.topk(count, dim=-1)
-        return top.values, top.indices, scaled.logsumexp(-1, keepdim=True)
-    shape, logits = logits.shape[:-1], logits.contiguous()
-    values = torch.empty(*shape, count, dtype=torch.float32)
-    places = torch.empty(*shape, count, dtype=torch.int64)
-    totals = torch.empty(*shape, 1, dtype=torch.float32)
-    given = (KINDS[logits.dtype], logits.data_ptr(), totals.numel(), logits.shape[-1], count, divisor)
-    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), totals.data_ptr())
-    return values, places, totals
+    if (found := _top(logits, count, divisor, num_totals=1)) is not None:
+        return found
+    scaled = logits.float() if divisor == 1.0 else logits.float() / divisor
+    top = scaled.topk(count, dim=-1)
+    return top.values, top.indices, scaled.logsumexp(-1, keepdim=True)
 
 
-def _library_for(logits: Tensor) -> Any:
-    """The library, with the threads of this moment; None where it does not take such logits."""
+def _top(logits: Tensor, count: int, divisor: float, num_totals: int = 0) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The largest quotients and their places, (…, k), and the sums, (…, 0 or 1). None where there is no library."""
     library = load_library() if logits.device.type == "cpu" and logits.dtype in KINDS else None
-    if library is not None:
-        library.draftheads_threads(native_threads())
-    return library
+    if library is None:
+        return None
+    shape, logits = logits.shape[:-1], logits.contiguous()
+    values, totals = (torch.empty(*shape, size, dtype=torch.float32) for size in (count, num_totals))
+    places = torch.empty(*shape, count, dtype=torch.int64)
+    given = (KINDS[logits.dtype], logits.data_ptr(), shape.numel(), logits.shape[-1], count, divisor)
+    library.draftheads_threads(native_threads())
+    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), totals.data_ptr() if num_totals else None)
+    return values, places, totals
 
 
 _MOST_DEPTHS, _MOST_LAYERS = 16, 64

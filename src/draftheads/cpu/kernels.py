@@ -278,19 +278,10 @@ class PackedLinear(nn.Module):
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
+        self.in_features, self.out_features = product.in_features, product.out_features
         self.smooth: Tensor | None = None  # (in,) factors of the inputs, used to prepare int8
         self.sizes: Tensor | None = None  # (in,) mean squares of the inputs, used to prepare int4
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
-
-    @property
-    def in_features(self) -> int:
-        """Numbers in a row of the input."""
-        return self.product.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Numbers in a row of the output."""
-        return self.product.out_features
 
     @property
     def weight(self) -> Tensor:
@@ -306,12 +297,11 @@ class PackedLinear(nn.Module):
         """(…, in) -> (…, out)."""
         if torch.is_grad_enabled() and x.requires_grad:  # packed products have no gradient
             return F.linear(x, self.weight, self.bias)
-        out = self.rows(x.reshape(-1, self.product.in_features))
-        return out.view(*x.shape[:-1], self.product.out_features)
+        return self.rows(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def rows(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out), without a gradient."""
-        return self.product(rows) if len(rows) else rows.new_empty(0, self.product.out_features)
+        return self.product(rows) if len(rows) else rows.new_empty(0, self.out_features)
 
 
 def is_linear(module: nn.Module) -> bool:

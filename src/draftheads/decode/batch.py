@@ -69,6 +69,7 @@ class Batch:
     """
 
     on_leave: Callable[[Request, ReadText], None] | None = None
+    _context: Context  # of the rows, once there are some
 
     def __init__(
         self,
@@ -89,7 +90,6 @@ class Batch:
         self.on_phase = on_phase
         self.requests: list[Request] = []
         self.rows: list[Row] = []  # of the requests
-        self._context: Context | None = None
         self._choice = TokenChoice()  # of the requests
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
         self._stepped_rows = 0  # rows that the session has seen; they come first
@@ -158,7 +158,6 @@ class Batch:
         self.advance(found, result, new_ids, watched)
         logprobs = _logprobs_of(self.requests, found.logits, result.path, new_ids)
         if self.on_leave is not None:
-            assert self._context is not None
             for parts, states, ids in zip(self._hidden, self._context.hidden, new_ids, strict=True):
                 parts.append(states[: len(ids)].clone())
         events = []
@@ -210,13 +209,13 @@ class Batch:
             to_device(list(roots), states.device),
             known_ids=[[*ids, root] for ids, root in zip(prompts, roots, strict=True)],
         )
-        self._context = new if self._context is None else self._context.beside(new)
+        self._context = self._context.beside(new) if self.rows else new
         self.rows += rows
 
     @torch.inference_mode()
     def verify(self, *, takes_best: bool = False) -> Verified:
         """A draft for all rows, and one pass over it: with the logits, or where the model can the best tokens alone."""
-        assert self._context is not None, "a step needs rows"
+        assert self.rows, "a step needs rows"
         settings, _, rules = self._choice
         of_drafts = rules if rules and rules.concern_drafts else None
         draws = partial(self._numbers, stream="drafts")
@@ -244,7 +243,6 @@ class Batch:
 
         ``asked`` is what the session wanted to read of each row.
         """
-        assert self._context is not None
         if found.asked is not None:
             self.session.on_read(asked)
         self.runner.commit(self.rows, result, list(map(len, new_ids)))
@@ -268,7 +266,6 @@ class Batch:
         kept = set(going)
         self.runner.drop([each for row, each in enumerate(self.rows) if row not in kept])
         self.rows = [self.rows[row] for row in going]
-        assert self._context is not None
         self._context = self._context.keep(going)
         known = [row for row in going if row < self._stepped_rows]
         if len(known) < self._stepped_rows:
@@ -368,7 +365,6 @@ class Batch:
         """The tokens that the step accepted, and the new roots."""
         if self._choice.seen is not None:
             context = self._context
-            assert context is not None
             tokens = torch.cat([context.token_ids, context.root_ids[:, None]], 1)
             places = torch.arange(tokens.shape[1], device=tokens.device)
             is_new = (places > 0) & (places < context.num_accepted[:, None])  # the first one is the root of before

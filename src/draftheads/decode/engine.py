@@ -304,22 +304,14 @@ class Engine:
         return ids
 
     def __repr__(self) -> str:
-        return f"Engine({', '.join(self._parts().values())})"
-
-    def _parts(self) -> dict[str, str]:
-        parts = {
-            "model": self.model.model_id,
-            "precision": self.model.precision,
-            "device": str(self.model.device),
-            "drafter": self.drafter.name,
-        }
+        parts = [self.model.model_id, self.model.precision, str(self.model.device), self.drafter.name]
         if self.profile is not None:
-            parts["drafts"] = "trees by profile"
+            parts.append("trees by profile")
         elif self.drafter.fills_shapes:
-            parts["drafts"] = f"tree: {in_words(self.shape or self.drafter.default_shape)}"
+            parts.append(f"tree: {in_words(self.shape or self.drafter.default_shape)}")
         elif not isinstance(self.drafter, NoDraft):
-            parts["drafts"] = "trees of its own"
-        return parts
+            parts.append("trees of its own")
+        return f"Engine({', '.join(parts)})"
 
 
 def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> SamplingSettings:

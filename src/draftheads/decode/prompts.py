@@ -50,22 +50,19 @@ def prompt_ids(
             raise InvalidPrompt(f"message {number}{problem}")
     if not any(message["content"].strip() for message in messages):
         raise InvalidPrompt("the prompt is empty: there is nothing to answer")
-    if template_of(model) is None:
+    if has_no_template := template_of(model) is None:
         warnings.warn(
             f"{model.model_id} has no chat template: it reads prompts as plain text. For a chat model give one by "
             f"--chat-template or chat_template=…: a file, or {', '.join(BUILT_IN)}",
             ChatTemplateWarning,
             stacklevel=2,
         )
-        return _token_ids(model, "\n".join(message["content"] for message in messages))
-    try:
-        text = render(model, messages, add_generation_prompt=True, variables=variables, tools=tools)
-    except Exception as error:  # a template is a program of the model's author: it may refuse in any way
-        raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
-    return _token_ids(model, text, add_special_tokens=False)
-
-
-def _token_ids(model: TargetModel, text: str, **options: bool) -> list[int]:
+        text = "\n".join(message["content"] for message in messages)
+    else:
+        try:
+            text = render(model, messages, add_generation_prompt=True, variables=variables, tools=tools)
+        except Exception as error:  # a template is a program of the model's author: it may refuse in any way
+            raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
     if problem := half_character(text):
         raise InvalidPrompt(f"the prompt as the model reads it {problem}")
-    return token_ids_of(model, text, **options)
+    return token_ids_of(model, text, add_special_tokens=has_no_template)

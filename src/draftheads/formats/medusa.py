@@ -34,8 +34,7 @@ from draftheads.formats.layout import (
 )
 from draftheads.formats.llama import layer_names
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.heads.hydra import HydraConfig
-from draftheads.heads.hydra_plus_plus import HydraPlusPlusConfig
+from draftheads.heads.hydra import HydraConfig, HydraPlusPlusConfig
 from draftheads.heads.medusa import MedusaConfig
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree

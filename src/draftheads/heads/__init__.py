@@ -1,4 +1,4 @@
-"""Draft heads, one architecture per file. ``HEADS`` is the only list of them.
+"""Draft heads, an architecture with its variants per file. ``HEADS`` is the only list of them.
 
 A head from another package joins the list in one of two ways. The program calls :func:`register`. Or the package has
 an entry point in the group ``draftheads.heads``: a function without arguments that calls :func:`register`. Entry points
@@ -27,7 +27,7 @@ HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "eagle": "eagle.Eagle",
     "eagle3": "eagle3.Eagle3",
     "hydra": "hydra.Hydra",
-    "hydra++": "hydra_plus_plus.HydraPlusPlus",
+    "hydra++": "hydra.HydraPlusPlus",
     "markov-medusa": "markov_medusa.MarkovMedusa",
     "medusa": "medusa.Medusa",
     "mlp-speculator": "mlp_speculator.MlpSpeculator",

@@ -192,10 +192,6 @@ class DraftHead(nn.Module, Drafter, Predictor):
     def begin(self, root: Root, depth: int) -> Any:
         """The state at the root of every row, for draft tokens down to ``depth``, 1 … :attr:`depth_limit`."""
 
-    @abstractmethod
-    def predict(self, state: Any, depth: int) -> Tensor:
-        """Logits of head ``depth``, (B, W, V'), for children of the W nodes at hand; W = 1 unless it reads the path."""
-
     def start(self) -> "HeadSession":
         """A session for one batch."""
         return HeadSession(self)

@@ -16,9 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer, attend_with_path
+from draftheads.heads.attention import (
+    HeadKVCache,
+    KeysValues,
+    RmsNorm,
+    SeveralLayersConfig,
+    TransformerLayer,
+    attend_with_path,
+)
 from draftheads.heads.base import AllAtOnceHead, Root
-from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import first_texts, fusion, linear_fit, low_rank_fit
 from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import Context

@@ -11,9 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftheads.heads.attention import LayerConfig, TransformerLayer, attend, attend_with_path
+from draftheads.heads.attention import HeadKVCache, KeysValues, LayerConfig, TransformerLayer, attend, attend_with_path
 from draftheads.heads.base import EmbeddingConfig
-from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import PathHead, last_of, next_tokens
 from draftheads.speculation.draft import Context

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.attention import GROUPED_ATTENTION
+from draftheads.cpu.optimise import GROUPED_ATTENTION
 from draftheads.errors import InvalidSettings
+from draftheads.heads.attention import HeadKVCache, KeysValues
 from draftheads.heads.base import HeadConfig, Root
-from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 from draftheads.speculation.draft import Context, TargetWeights

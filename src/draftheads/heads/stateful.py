@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_with_path
+from draftheads.heads.attention import HeadKVCache, KeysValues, LayerConfig, TransformerLayer, attend_with_path
 from draftheads.heads.base import DraftHead, HeadConfig, HeadSession, Root
-from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.speculation.draft import Context
 
 _MOST_PENDING = 512  # tokens of a row that are put aside: they take memory, and reading them delays other rows

@@ -1,17 +1,19 @@
 """Keys and values for transformers' modules: one rectangle of slots for all rows, written in place.
 
+Beside them are states of recurrent layers and the last inputs of convolutions, one of each row; of other models none.
+
 Callers choose the slots to write and to read; it knows nothing of text or trees.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftheads.runners.runner import Entries
+from draftheads.runners.runner import Entries, States
 from draftheads.utils.transfer import to_device
 
 
@@ -92,13 +94,14 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One :class:`SlotLayer` for each layer of the model, and the view that they share."""
+    """One :class:`SlotLayer` for each layer of the model, the view that they share, and the states."""
 
     layers: list[SlotLayer]  # type: ignore[assignment]  # these layers and no others
 
     def __init__(self, num_layers: int) -> None:
         self.view = SlotView()
         super().__init__(layers=[SlotLayer(self.view) for _ in range(num_layers)])
+        self.states: dict[tuple[str, int, int], Tensor] = {}  # (rows, …) by kind, layer and number in the layer
         self.shape = (0, 0)  # rows and slots
         self.generation = 0  # changes when the buffers are reallocated
 
@@ -110,20 +113,35 @@ class SlotCache(Cache):
     @property
     def of_rows(self) -> list[Tensor]:
         """All that it holds, each (rows, …)."""
-        return self.buffers
+        return [*self.buffers, *self.states.values()]
 
     def clear(self, row: int) -> None:
         """A new text has that row. Masks hide what the slots held."""
+        for state in self.states.values():
+            state[row : row + 1] = 0
 
-    def undone(self, rows: slice) -> AbstractContextManager[None]:
+    @contextmanager
+    def undone(self, rows: slice) -> Iterator[None]:
         """If reading fails inside, these rows are as before. Entries are only written behind what rows hold."""
-        return nullcontext()
+        before = {key: state[rows].clone() for key, state in self.states.items()}
+        try:
+            yield
+        except BaseException:
+            for key, state in self.states.items():
+                old = before.get(key, state[:0])
+                state[rows] = 0
+                state[rows][: len(old)] = old  # fewer rows, if there was no place for the last ones yet
+            raise
 
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocates the buffers, if they have another shape."""
         if (rows, capacity) != self.shape:
             for layer in self.layers:
                 layer.resize(rows, capacity)
+            for key, old in self.states.items():
+                if len(old) != rows:
+                    self.states[key] = old.new_zeros(rows, *old.shape[1:])
+                    self.states[key][: len(old)] = old[:rows]
             self.shape = (rows, capacity)
             self.generation += 1
 
@@ -155,3 +173,18 @@ class SlotCache(Cache):
                 layer.lazy_initialization(*(part[None] for part in pair))
             for buffer, part in zip((layer.keys, layer.values), pair, strict=True):
                 buffer[row, :, : part.shape[1]] = part
+
+    def state(self, key: tuple[str, int, int], shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """All rows' states of that name, each zeros at first."""
+        if key not in self.states:
+            self.states[key] = torch.zeros(self.shape[0], *shape, dtype=dtype, device=like.device)
+        return self.states[key]
+
+    def states_of(self, row: int) -> States:
+        """A copy of a row's states."""
+        return {key: state[row].clone() for key, state in self.states.items()}
+
+    def write_states(self, row: int, states: States) -> None:
+        """The row goes on from a copy of these."""
+        for key, state in states.items():
+            self.state(key, state.shape, state, state.dtype)[row] = state

@@ -12,7 +12,6 @@ B rows, N nodes or tokens of each, C channels, W inputs in the window of a convo
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from draftheads.runners.kv_cache import SlotCache
-from draftheads.runners.runner import States
 from draftheads.utils.transfer import to_device
 
 
@@ -123,55 +121,7 @@ def walk(rule: Rule, states: Tensor, levels: Sequence[Level]) -> Iterator[tuple[
 
 
 class StateCache(SlotCache):
-    """Beside keys and values the states of recurrent layers and the last inputs of convolutions, one of each row."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.states: dict[tuple[str, int, int], Tensor] = {}  # (rows, …) by kind, layer and number in the layer
-
-    @property
-    def of_rows(self) -> list[Tensor]:
-        return [*self.buffers, *self.states.values()]
-
-    def state(self, key: tuple[str, int, int], shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-        """All rows' states of that name, each zeros at first."""
-        if key not in self.states:
-            self.states[key] = torch.zeros(self.shape[0], *shape, dtype=dtype, device=like.device)
-        return self.states[key]
-
-    def resize(self, rows: int, capacity: int) -> None:
-        super().resize(rows, capacity)
-        for key, old in self.states.items():
-            if len(old) != rows:
-                self.states[key] = old.new_zeros(rows, *old.shape[1:])
-                self.states[key][: len(old)] = old[:rows]
-
-    def clear(self, row: int) -> None:
-        for state in self.states.values():
-            state[row : row + 1] = 0
-
-    def states_of(self, row: int) -> States:
-        """A copy of a row's states."""
-        return {key: state[row].clone() for key, state in self.states.items()}
-
-    def write_states(self, row: int, states: States) -> None:
-        """The row goes on from a copy of these."""
-        for key, state in states.items():
-            self.state(key, state.shape, state, state.dtype)[row] = state
-
-    @contextmanager
-    def undone(self, rows: slice) -> Iterator[None]:
-        before = {key: state[rows].clone() for key, state in self.states.items()}
-        try:
-            yield
-        except BaseException:
-            for key, state in self.states.items():
-                old = before.get(key, state[:0])
-                state[rows] = 0
-                state[rows][: len(old)] = old  # fewer rows, if there was no place for the last ones yet
-            raise
-
-    # what mixers call: states are hidden from them
+    """What mixers call: states are hidden from them."""
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
         return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import AcceptResult, Draft
+from draftheads.utils.counts import rounded_up
 
 BLOCK_SLOTS = 128  # memory of a text grows by so many tokens: little for short texts, few copies for long ones
 PASS_TOKENS = 2048  # of several texts; larger passes are not faster
@@ -117,4 +118,4 @@ class Runner(ABC):
 
 def whole_blocks(num_slots: int) -> int:
     """The number of slots, rounded up to whole blocks."""
-    return -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS
+    return rounded_up(num_slots, BLOCK_SLOTS)

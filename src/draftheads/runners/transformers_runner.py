@@ -23,6 +23,7 @@ from draftheads.runners.mixers import running
 from draftheads.runners.recurrence import Pass, StateCache, text_pass, tree_pass
 from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, States, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
+from draftheads.utils.counts import rounded_up
 from draftheads.utils.transfer import to_device
 
 STATIC_SLOTS = 256  # static steps grow the cache by this many slots; each growth captures all steps again
@@ -47,8 +48,7 @@ class TransformersRunner(Runner):
             row.length = known[0].shape[1]
             self._reserve(row.length)
             self.cache.write(len(self.order) - 1, known)
-        if isinstance(self.cache, StateCache) and states is not None:
-            self.cache.write_states(len(self.order) - 1, states)
+        self.cache.write_states(len(self.order) - 1, states or {})
         return row
 
     @torch.inference_mode()
@@ -105,7 +105,7 @@ class TransformersRunner(Runner):
         return self.cache.entries(self.order.index(row), num_tokens)
 
     def states(self, row: Row) -> States:
-        return self.cache.states_of(self.order.index(row)) if isinstance(self.cache, StateCache) else {}
+        return self.cache.states_of(self.order.index(row))
 
     @property
     def num_bytes(self) -> int:
@@ -307,7 +307,7 @@ def as_float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def slots_for(num_tokens: int, num_nodes: int = 0, *, is_static: bool = False) -> int:
     """Slots of a cache whose longest text has ``num_tokens``, after which ``num_nodes`` are verified."""
     if num_nodes and is_static:
-        return _rounded_up(num_tokens + padded_nodes(num_nodes), STATIC_SLOTS)
+        return rounded_up(num_tokens + padded_nodes(num_nodes), STATIC_SLOTS)
     return whole_blocks(num_tokens + num_nodes)
 
 
@@ -317,7 +317,7 @@ def held_rows(num_rows: int) -> int:
     >>> [held_rows(n) for n in (0, 1, 2, 3, 4, 5, 9)]
     [0, 1, 2, 4, 4, 8, 12]
     """
-    return num_rows if num_rows <= 2 else _rounded_up(num_rows, 4)
+    return num_rows if num_rows <= 2 else rounded_up(num_rows, 4)
 
 
 def padded_nodes(num_nodes: int) -> int:
@@ -328,11 +328,7 @@ def padded_nodes(num_nodes: int) -> int:
     """
     if num_nodes == 1:
         return 1
-    return _rounded_up(num_nodes, 4 if num_nodes <= 16 else 8 if num_nodes <= 32 else 16)
-
-
-def _rounded_up(number: int, block: int) -> int:
-    return -(-number // block) * block
+    return rounded_up(num_nodes, 4 if num_nodes <= 16 else 8 if num_nodes <= 32 else 16)
 
 
 def _groups(counts: Sequence[int]) -> list[slice]:

@@ -116,7 +116,8 @@ def _exact(
     processed: Processed | None,
 ) -> AcceptResult:
     """Choose at the node, and step into the child that was chosen."""
-    if _on_host(logits) and seen is None and not (rows.any_sampled or rows.any_penalty or processed):
+    on_host = logits.device.type == "cpu"  # to read them waits for no device
+    if on_host and seen is None and not (rows.any_sampled or rows.any_penalty or processed):
         return accept_greedy(draft, most_likely(logits))
     batch = torch.arange(len(logits), device=logits.device)
     below_root = draft.depths > 0
@@ -128,11 +129,6 @@ def _exact(
         return child.any(1), child.int().argmax(1), chosen
 
     return _walk(draft, seen, decide)
-
-
-def _on_host(values: Tensor) -> bool:
-    """Whether reading them does not wait for a device."""
-    return values.device.type == "cpu"
 
 
 def accept_greedy(draft: Draft, best: Tensor) -> AcceptResult:

@@ -69,10 +69,10 @@ class AcceptanceProfile:
         _check(bool(self.temperatures), "temperatures is empty; it must have one number for each depth")
         for name, most in (("temperatures", self.depth), ("top_k", self.top_k), ("beam", self.beam)):
             _check(most <= MAX_NODES, f"{name} {most} is more than the {MAX_NODES} nodes that a tree may have")
-        _check(
-            all(0.01 <= divisor <= 100 for divisor in self.temperatures),
-            f"temperatures is {self.temperatures}; every number must lie between 0.01 and 100",
-        )
+        shares = chain.from_iterable(self.copies)
+        for name, numbers, least, most in (("temperatures", self.temperatures, 0.01, 100), ("copies", shares, 0, 1)):
+            is_right = all(least <= number <= most for number in numbers)
+            _check(is_right, f"{name} is {getattr(self, name)}; every number must lie between {least} and {most}")
         _check([] not in self.paths, "paths has the root []; leave it out")
         _check(len(self.paths) < MAX_NODES, f"paths has {size}; it must have at most {MAX_NODES - 1}")
         _check(
@@ -94,10 +94,6 @@ class AcceptanceProfile:
         _check(
             all(1 <= tokens < math.inf for tokens in expected),
             f"a step has {min(expected)} tokens; it must have at least 1",
-        )
-        _check(
-            all(0 <= share <= 1 for share in chain.from_iterable(self.copies)),
-            f"copies is {self.copies}; every number must lie between 0 and 1",
         )
 
     @property

@@ -72,9 +72,9 @@ class Draft:
         )
 
     @classmethod
-    def on_tree(cls, tree: Tree, token_ids: Tensor, *, log_probs: Tensor | None = None) -> Self:
+    def on_tree(cls, tree: Tree, token_ids: Tensor) -> Self:
         """A draft on one static tree for all rows; ``token_ids`` is (B, N) in the tree's node order."""
-        return cls(token_ids, *tree_tensors(tree, token_ids.device), tree.max_depth, log_probs)
+        return cls(token_ids, *tree_tensors(tree, token_ids.device), tree.max_depth)
 
 
 def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) -> Draft:
@@ -208,8 +208,6 @@ class Context:
 
     def beside(self, new: Self) -> Self:
         """These rows, then the new ones; the shorter of the two is padded."""
-        if not len(self.root_ids):
-            return new
         width = max(self.token_ids.shape[1], new.token_ids.shape[1])
 
         def wide(values: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Knows draft heads and draft models as a :class:`Predictor`. Which nodes of a gro
 its nodes, is decided in :mod:`draftheads.speculation.candidates`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -24,15 +25,15 @@ Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
 Expand = Callable[..., Candidates]  # finds all candidates in one call: beams, then ``top_k``, ``divisors``, ``limit``
 
 
-class Predictor:
+class Predictor(ABC):
     """What filling a tree needs of a draft head or draft model."""
 
     reads_path: bool = True
     """Whether the logits at a node depend on the draft tokens above it."""
 
+    @abstractmethod
     def predict(self, state: Any, depth: int) -> Tensor:
         """Logits (B, W, V') of the children, at depth+1, of the W nodes at hand; W = 1 unless it reads the path."""
-        raise NotImplementedError
 
     def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
         """The state at some of the children that were predicted at ``depth``.
@@ -82,11 +83,14 @@ class _Level:
     """The W' nodes of one depth d+1 of a static tree, and how they hang on the expanded nodes of depth d."""
 
     depth: int  # d: the head that predicts them
-    start: int  # the index of the first one
+    above: Tensor  # the expanded nodes of depth d
     top_k: int  # how many of the most probable tokens are needed
     ranks: Tensor  # (W',)
     parents: Tensor  # (W',) for each node: its parent's place among the expanded nodes of depth d
     expanded: Tensor  # the places of nodes that have children
+
+
+Choose = Callable[[Tensor, _Level], Tensor]  # logits (B, W or 1, V') of a level -> draft ids of as many, (B, …, ranks)
 
 
 @lru_cache(maxsize=256)
@@ -104,8 +108,8 @@ def _levels(tree: Tree, device: torch.device) -> tuple[_Level, ...]:
         parents = [above.index(tree.parents[node]) for node in nodes]
         expanded = [place for place, node in enumerate(nodes) if node in with_children]
         with torch.inference_mode(mode=False):  # so that training can use the cached tensors
-            tensors = [to_device(part, device, torch.long) for part in (ranks, parents, expanded)]
-        levels.append(_Level(depth, nodes[0], max(ranks) + 1, *tensors))
+            first, *tensors = (to_device(part, device, torch.long) for part in (above, ranks, parents, expanded))
+        levels.append(_Level(depth, first, max(ranks) + 1, *tensors))
         above = [nodes[place] for place in expanded]
     return tuple(levels)
 
@@ -128,7 +132,7 @@ def fill(
         roots = [[0]] * len(context.root_ids)
         begin = lambda depth: _MaskedState(unmasked(depth), roots)  # noqa: E731
     if isinstance(shape, Tree):
-        return _fill_static(head, shape, context, begin)
+        return _on_tree(head, shape, context, begin, lambda logits, level: largest(logits, level.top_k)[1])
     if isinstance(shape, Sampled):
         return _sample(head, shape, context, begin)
     depth = min(shape.max_depth or max_depth, max_depth, shape.num_nodes - 1)
@@ -145,13 +149,13 @@ def fill(
     return selected(candidates, shape, depth)[0]
 
 
-def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) -> Draft:
-    """The best tokens of each node, on a static tree that is the same for all rows."""
+def _on_tree(head: Predictor, tree: Tree, context: Context, begin: Begin, choose: Choose) -> Draft:
+    """A tree that is the same for all rows, with the tokens that ``choose`` takes of the logits below its nodes."""
     tokens, state = [context.root_ids[:, None]], begin(tree.max_depth)
     for level in _levels(tree, context.root_ids.device):
-        best = largest(head.predict(state, level.depth), level.top_k)[1]  # (B, W, ranks)
-        place = level.parents if head.reads_path else torch.zeros_like(level.parents)
-        children = head.to_target_ids(best[:, place, level.ranks])  # (B, nodes of this depth)
+        chosen = choose(head.predict(state, level.depth), level)  # (B, W or 1, ranks)
+        place = level.parents if chosen.shape[1] > 1 else torch.zeros_like(level.parents)
+        children = head.to_target_ids(chosen[:, place, level.ranks])  # (B, nodes of this depth)
         tokens.append(children)
         if len(level.expanded):
             above = level.parents[level.expanded].expand(len(children), -1)
@@ -161,34 +165,26 @@ def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) ->
 
 def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> Draft:
     """Draft tokens that are drawn from the head's distribution, with each row's own settings."""
-    if context.rows is None or context.draws is None:
+    rows, draws, tree, root = context.rows, context.draws, shape.tree, context.root_ids
+    if rows is None or draws is None:
         raise ValueError("to draw tokens a context needs rows and draws")
-    tree, root = shape.tree, context.root_ids
-    tokens = [root[:, None]]
-    log_probs = [torch.zeros_like(tokens[0], dtype=torch.float32)]
-    probs: Tensor | None = None  # (B, N, V)
-    state = begin(tree.max_depth)
-    at = torch.zeros(1, dtype=torch.long, device=root.device)  # nodes whose children are next
-    levels = _levels(tree, root.device)
-    for level in levels:
-        count = len(at)
-        drawn = _distributions(head.predict(state, level.depth), context.rows, count)  # (B, W, V') float32
-        whole = _over_vocabulary(head, drawn, context.rows)
-        if probs is None:
+    log_probs = [torch.zeros_like(root[:, None], dtype=torch.float32)]
+    probs = torch.zeros(len(root), 1, 1, device=root.device)  # (B, N, V), or of a root alone
+
+    def drawn(logits: Tensor, level: _Level) -> Tensor:
+        nonlocal probs
+        below = _distributions(logits, rows, len(level.above))  # (B, W, V') float32
+        whole = _over_vocabulary(head, below, rows)
+        if not level.depth:
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
-        probs[:, at] = whole
-        ids, ids_log_probs = _without_replacement(drawn, level.top_k, context.draws(count * level.top_k))
-        children = head.to_target_ids(ids[:, level.parents, level.ranks])
-        tokens.append(children)
-        log_probs.append(ids_log_probs[:, level.parents, level.ranks])
-        if len(level.expanded):
-            above = level.parents[level.expanded].expand(len(root), -1)
-            state = head.descend(state, level.depth, above, children[:, level.expanded])
-            at = level.start + level.expanded
-    if probs is None:  # a root alone
-        probs = torch.zeros(len(root), 1, 1, device=root.device)
-    draft = Draft.on_tree(tree, torch.cat(tokens, 1), log_probs=torch.cat(log_probs, 1))
-    return replace(draft, probs=probs, max_siblings=max((level.top_k for level in levels), default=0))
+        probs[:, level.above] = whole
+        ids, of_ids = _without_replacement(below, level.top_k, draws(len(level.above) * level.top_k))
+        log_probs.append(of_ids[:, level.parents, level.ranks])
+        return ids
+
+    draft = _on_tree(head, tree, context, begin, drawn)
+    most = max((level.top_k for level in _levels(tree, root.device)), default=0)
+    return replace(draft, log_probs=torch.cat(log_probs, 1), probs=probs, max_siblings=most)
 
 
 def _distributions(logits: Tensor, rows: RowSettings, count: int) -> Tensor:

@@ -1,4 +1,13 @@
-"""Counts and sizes in words, for messages, tables and pages."""
+"""Counts and sizes: whole blocks of them, and in words, for messages, tables and pages."""
+
+
+def rounded_up(number: int, block: int) -> int:
+    """The least number of whole blocks that has them all.
+
+    >>> rounded_up(0, 128), rounded_up(128, 128), rounded_up(129, 128)
+    (0, 128, 256)
+    """
+    return -(-number // block) * block
 
 
 def counted(number: int, noun: str) -> str:
