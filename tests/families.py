@@ -150,7 +150,10 @@ ALL_FAMILIES = {
     **RECURRENT_FAMILIES,
     **{name: {**SMALL, **options} for name, options in FURTHER_FAMILIES.items()},
 }
+Answer = tuple[int, ...]  # token ids
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [3]]
+# for batches: no two rows alike, lengths from 1 to 14
+EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
 TREES = {
     "chain": Tree.chain(3),
     "cartesian": Tree.cartesian([3, 2, 2]),

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,13 +34,12 @@ from draftheads.utils.transfer import to_device
 from fake_device import DEVICE, FakeDevice
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, by_hand, tiny_head, tiny_model, tiny_profile
 from structured_world import GRAMMARS, json_model
-from thorough import some
 
 TEXTS = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]]
 LENGTHS = [12, 4, 12, 9]  # tokens of the answers in batches of three: rows leave, and one joins
 SAMPLED = {"temperature": 0.8, "seed": 5, "top_k": 9, "top_p": 0.9}
 DRAWN = Sampled(Tree.from_paths([(0,), (1,), (0, 0)]))
-SHAPES: dict[str, Shape] = {**TREES, **GROWING, "drawn": DRAWN}
+SHAPES: dict[str, Shape] = {**TREES, **GROWING, "drawn": DRAWN, "drawn chain": Sampled(Tree.chain(3))}
 BIAS = {3: 1.0, 7: -2.0}
 STEP = ["decode/batch.py"]  # where the host reads the tokens of a step
 SENT_ONCE = ("speculation/draft.py", "speculation/growing.py")  # a static tree, at its first use
@@ -155,91 +154,6 @@ def head(method: str, **options: Any) -> Make:
     return lambda model: tiny_head(method, model, **options)
 
 
-def check(found: Transfers, *, reads: int = 1, copies: int) -> None:
-    """The host reads the tokens, and then what rows ask for; and waits for nothing else."""
-    assert found.files_read() == STEP * reads
-    assert not found.waits
-    assert found.copies.total() <= copies, found.copies
-
-
-@pytest.mark.few(12)
-@pytest.mark.parametrize("graphs", [False, True], ids=["ordinary", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_steps_of_every_family(family: str, graphs: bool) -> None:
-    """The lengths of the texts are sent."""
-    check(transfers(some_model(family), graphs=graphs), copies=1)
-
-
-@pytest.mark.parametrize("family", some(FAMILIES, "mixtral", "gpt2", "gemma3_text"))
-def test_static_steps_with_drafts(family: str) -> None:
-    """The lengths are sent twice: to verify, and to move what is accepted."""
-    found = transfers(some_model(family), head("medusa"), shape=TREES["ragged"], graphs=True, max_new_tokens=24)
-    check(found, copies=2)
-
-
-@pytest.mark.parametrize("method", HEADS)
-@pytest.mark.few(5)
-def test_every_head(method: str) -> None:
-    model = some_model("llama")
-    check(transfers(model, head(method), shape=TREES["ragged"], graphs=True), copies=2)
-    check(transfers(model, head(method), shape=GROWING["best first"]), copies=2)
-
-
-@pytest.mark.parametrize("method", HEADS)
-@pytest.mark.few(5)
-def test_every_head_with_settings_that_need_more(method: str) -> None:
-    """Random numbers are sent, and which rows want the log-probabilities of which tokens."""
-    wanted = {**SAMPLED, "repetition_penalty": 1.1}
-    each = [wanted, {**wanted, "logprobs": 2}, {"logprobs": 1}]
-    check(transfers(some_model("llama"), head(method), shape=Tree.chain(3), each=each), reads=2, copies=5)
-
-
-@pytest.mark.few(9)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_every_shape(method: str, shape: str) -> None:
-    """Levels of drawn trees need random numbers, also for greedy rows."""
-    check(transfers(some_model("llama"), head(method), shape=SHAPES[shape]), copies=2 + 2 * (shape == "drawn"))
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize(
-    ("shape", "copies"),
-    [(Tree.chain(3), 3), (DRAWN, 6), (Sampled(Tree.chain(3)), 7)],
-    ids=["chain", "drawn", "drawn chain"],
-)
-@pytest.mark.parametrize("rule", ["exact", "rejection", "block", "typical"])
-def test_every_acceptance_rule(rule: str, shape: Shape, copies: int) -> None:
-    """Random numbers are sent: of the texts, of each level of drawn trees, and for rejection."""
-    found = transfers(some_model("llama"), head("hydra"), shape=shape, acceptance=rule, **SAMPLED)
-    check(found, copies=copies)
-
-
-def test_rows_of_different_settings() -> None:
-    each = [
-        {"repetition_penalty": 1.3},
-        {**SAMPLED, "acceptance": "rejection"},
-        {**SAMPLED, "acceptance": "typical", "logit_bias": BIAS},
-        {},
-    ]
-    check(transfers(some_model("llama"), head("hydra"), shape=DRAWN, each=each), copies=6)
-
-
-@pytest.mark.parametrize("shape", ["ragged", "best first", "drawn"])
-@pytest.mark.parametrize(
-    ("options", "settings"),
-    [
-        ({"draft_vocab_size": 16}, {}),
-        ({"draft_vocab_size": 16}, {"logit_bias": BIAS}),
-        ({"lm_head": "own"}, {}),
-        ({"lm_head": "low_rank", "lm_head_rank": 4}, {}),
-    ],
-)
-def test_options_of_heads(options: dict[str, Any], settings: dict[str, Any], shape: str) -> None:
-    found = transfers(some_model("llama"), head("hydra", **options), shape=SHAPES[shape], **settings)
-    check(found, copies=2 + 2 * (shape == "drawn"))
-
-
 def copying(method: str) -> Make:
     return lambda model: Mixed(tiny_head(method, model))
 
@@ -248,35 +162,82 @@ def draft_model(model: TargetModel) -> DraftModel:
     return DraftModel(tiny_model("llama", seed=3), model)
 
 
-DRAFTERS: dict[str, tuple[Make, str | None, int]] = {  # how it is made, the shape, and the most copies
-    "prompt lookup": (lambda _: Mixed(None), None, 4),
-    "lookahead": (lambda _: Lookahead(), None, 3),
-    "copying, static": (copying("hydra"), "ragged", 5),
-    "copying, growing": (copying("eagle"), "best first", 5),
-    "copying, threshold": (copying("hydra"), "sure ones", 5),
-    "draft model, static": (draft_model, "ragged", 6),
-    "draft model, growing": (draft_model, "best first", 9),
-}
+class Case(NamedTuple):
+    """What is decoded, and how often values are sent to the device in a step, at most."""
+
+    copies: int
+    make: Make = lambda _: None
+    shape: str | None = None
+    settings: dict[str, Any] | None = None
+    family: str = "llama"
+    reads: int = 1  # of the host: the tokens, and then what rows ask for
 
 
-@pytest.mark.few(5)
-@pytest.mark.parametrize("graphs", some([False, True], False), ids=["ordinary", "static"])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter(name: str, graphs: bool) -> None:
-    make, shape, copies = DRAFTERS[name]
-    found = transfers(some_model("llama"), make, shape=shape and SHAPES[shape], graphs=graphs, max_new_tokens=24)
-    check(found, copies=copies)
+STATIC = {"graphs": True, "max_new_tokens": 24}
+PENALTY = {**SAMPLED, "repetition_penalty": 1.1}
+WANTED = [PENALTY, {**PENALTY, "logprobs": 2}, {"logprobs": 1}]
+TYPICAL = {**SAMPLED, "acceptance": "typical", "logit_bias": BIAS}
+MANY = [{"repetition_penalty": 1.3}, {**SAMPLED, "acceptance": "rejection"}, TYPICAL, {}]
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of heads, and settings
+    ({"draft_vocab_size": 16}, {}),
+    ({"draft_vocab_size": 16}, {"logit_bias": BIAS}),
+    ({"lm_head": "own"}, {}),
+    ({"lm_head": "low_rank", "lm_head_rank": 4}, {}),
+]
+DRAFTERS: list[tuple[Make, str | None, int]] = [
+    (lambda _: Mixed(None), None, 4),
+    (lambda _: Lookahead(), None, 3),
+    (copying("hydra"), "ragged", 5),
+    (copying("eagle"), "best first", 5),
+    (copying("hydra"), "sure ones", 5),
+    (draft_model, "ragged", 6),
+    (draft_model, "best first", 9),
+]
+SENT = {"drawn": 4, "drawn chain": 5}  # levels of drawn trees need random numbers, also for greedy rows
+PLANNED = {"profile": tiny_profile(TREES["ragged"]), "max_new_tokens": 24}
+CASES = [
+    # plain steps send the lengths of the texts
+    *(Case(1, family=family, settings={"graphs": graphs}) for family in FAMILIES for graphs in (False, True)),
+    # with drafts static steps send them twice: to verify, and to move what is accepted
+    *(Case(2, head("medusa"), "ragged", STATIC, family) for family in FAMILIES),
+    *(Case(2, head(method), "ragged", {"graphs": True}) for method in HEADS),
+    *(Case(2, head(method), "best first") for method in HEADS),
+    # random numbers are sent, and which rows want the log-probabilities of which tokens
+    *(Case(5, head(method), "chain", {"each": WANTED}, reads=2) for method in HEADS),
+    *(Case(SENT.get(shape, 2), head(method), shape) for shape in SHAPES for method in ("medusa", "hydra")),
+    *(
+        Case(SENT.get(shape, 2), head("hydra", **options), shape, settings)
+        for options, settings in OPTIONS
+        for shape in ("ragged", "best first", "drawn")
+    ),
+    # random numbers are sent: of the texts, of each level of drawn trees, and for rejection
+    *(
+        Case(copies, head("hydra"), shape, {"acceptance": rule, **SAMPLED})
+        for rule in ("exact", "rejection", "block", "typical")
+        for shape, copies in (("chain", 3), ("drawn", 6), ("drawn chain", 7))
+    ),
+    Case(6, head("hydra"), "drawn", {"each": MANY}),
+    *(
+        Case(copies, make, shape, {"graphs": graphs, "max_new_tokens": 24})
+        for make, shape, copies in DRAFTERS
+        for graphs in (False, True)
+    ),
+    *(
+        Case(copies + more, make, settings={**PLANNED, **settings}, reads=1 + more // 2)
+        for make, copies in ((head("medusa"), 2), (head("eagle"), 2), (head("mtp"), 2), (copying("hydra"), 5))
+        for more, settings in ((0, {"graphs": True}), (2, {"logprobs": 1}))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "copies"),
-    [(head("medusa"), 2), (head("eagle"), 2), (head("mtp"), 2), (copying("hydra"), 5)],
-    ids=["medusa", "eagle", "mtp", "copying"],
-)
-def test_the_planner(make: Make, copies: int) -> None:
-    options: dict[str, Any] = {"profile": tiny_profile(TREES["ragged"]), "max_new_tokens": 24}
-    check(transfers(some_model("llama"), make, graphs=True, **options), copies=copies)
-    check(transfers(some_model("llama"), make, logprobs=1, **options), reads=2, copies=copies + 2)
+@pytest.mark.few(64)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_a_step_waits_for_nothing_but_its_tokens(case: Case) -> None:
+    shape = case.shape and SHAPES[case.shape]
+    found = transfers(some_model(case.family), case.make, shape=shape, **(case.settings or {}))
+    assert found.files_read() == STEP * case.reads
+    assert not found.waits
+    assert found.copies.total() <= case.copies, found.copies
 
 
 @pytest.mark.parametrize(

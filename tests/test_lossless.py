@@ -2,7 +2,7 @@
 
 from functools import cache
 from itertools import pairwise, product
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -10,15 +10,19 @@ import torch
 from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.mixed import Mixed
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.runners.structure import check_trees
+from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import (
+    EIGHT,
     FAMILIES,
     FURTHER_FAMILIES,
     GROWING,
@@ -26,6 +30,7 @@ from families import (
     RECURRENT_FAMILIES,
     TREES,
     VOCAB,
+    Answer,
     PlantedDrafter,
     PlantedRandomTrees,
     fitting,
@@ -37,8 +42,6 @@ from thorough import some, some_rows
 
 NEW_TOKENS = 28
 ALL = [*FAMILIES, *RECURRENT_FAMILIES]
-# prompts for batches of eight: no two rows alike, lengths from 1 to 14
-EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
 
 
 def decode(engine: Engine, prompts: list[list[int]], **settings: object) -> list[GenerationResult]:
@@ -49,7 +52,7 @@ some_model = cache(tiny_model)
 
 
 @cache
-def plain_text(name: str, temperature: float = 0.0) -> list[tuple[int, ...]]:
+def plain_text(name: str, temperature: float = 0.0) -> list[Answer]:
     return ids(decode(Engine(some_model(name), max_batch_size=1), EIGHT, temperature=temperature, seed=5))
 
 
@@ -64,15 +67,15 @@ def family(name: str) -> TargetModel:
 
 
 @pytest.fixture
-def plain(name: str) -> list[tuple[int, ...]]:
+def plain(name: str) -> list[Answer]:
     return plain_text(name)
 
 
-def by_prompt(answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, ...]]:
+def by_prompt(answers: list[Answer]) -> dict[tuple[int, ...], tuple[int, ...]]:
     return {tuple(prompt): answer for prompt, answer in zip(EIGHT, answers, strict=True)}
 
 
-def by_transformers(family: TargetModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def by_transformers(family: TargetModel, prompts: list[list[int]]) -> list[Answer]:
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     # Zamba2's step of one token leaves out the limit of dt that its passes over texts have (transformers 5.23, 5.24)
     options["use_cache"] = family.config.model_type != "zamba2"
@@ -108,9 +111,7 @@ def test_plain_trees_and_fast_modules_equal_transformers_in_further_families(nam
 @pytest.mark.parametrize("batch_size", some([1, 8], 8))
 @pytest.mark.parametrize("shape", some([*TREES, "best first"], "64 nodes", "best first"))
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_heads_equal_plain(
-    family: TargetModel, plain: list[tuple[int, ...]], method: str, shape: str, batch_size: int
-) -> None:
+def test_heads_equal_plain(family: TargetModel, plain: list[Answer], method: str, shape: str, batch_size: int) -> None:
     head = tiny_head(method, family)
     engine = Engine(family, head, shape={**TREES, **GROWING}[shape], max_batch_size=batch_size)
     results = decode(engine, EIGHT[:batch_size])
@@ -156,9 +157,7 @@ def test_trees_deeper_than_the_head_was_trained_equal_plain_in_batches(method: s
 
 @pytest.mark.parametrize("batch_size", some([1, 3, 8], 3))
 @pytest.mark.parametrize("tree", some([*TREES, "random trees"], "ragged", "64 nodes", "random trees"))
-def test_any_accepted_path_equals_plain(
-    family: TargetModel, plain: list[tuple[int, ...]], tree: str, batch_size: int
-) -> None:
+def test_any_accepted_path_equals_plain(family: TargetModel, plain: list[Answer], tree: str, batch_size: int) -> None:
     """Eight prompts through batches of three: rows leave and join at different steps."""
     answers = by_prompt(plain)
     planted, least = (
@@ -207,7 +206,7 @@ class ShapeChanger(Drafter, DraftSession):
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_shapes_that_change_from_step_to_step_equal_plain(
-    family: TargetModel, plain: list[tuple[int, ...]], method: str
+    family: TargetModel, plain: list[Answer], method: str
 ) -> None:
     changer = ShapeChanger(tiny_head(method, family))
     results = decode(Engine(family, changer, max_batch_size=3), EIGHT)
@@ -250,20 +249,35 @@ def test_the_fast_path_equals_the_stock_model() -> None:
     assert ids(decode(Engine(fast, planted), EIGHT)) == ids(stock)
 
 
-@pytest.mark.parametrize("shape", [TREES["cartesian"], GROWING["sure ones"]])
-def test_a_row_does_not_depend_on_its_neighbours(shape: Shape) -> None:
+NEIGHBOURS: list[tuple[Drafter | None, str | None]] = [  # None: hydra, alone and with copies
+    *((None, shape) for shape in ("chain", "cartesian", "ragged", "best first", "sure ones")),
+    (Mixed(None, num_tokens=4), None),
+    (Lookahead(window=3, ngram=3, guesses=2), None),
+]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("acceptance", ["exact", "typical"])
+@pytest.mark.parametrize(("drafter", "shape"), NEIGHBOURS)
+@pytest.mark.few(14)
+def test_a_row_does_not_depend_on_its_neighbours(
+    drafter: Drafter | None, shape: str | None, acceptance: Any, copies: bool
+) -> None:
+    """Neither its tokens nor its steps; but a threshold is for all rows of a step together."""
     model = tiny_model("qwen2")
     head = tiny_head("hydra", model)
-    engine = Engine(model, head, shape=shape, max_batch_size=4)
-    alone = [ids(decode(engine, [prompt], temperature=t, seed=7))[0] for prompt in PROMPTS for t in (0.0, 0.9)]
-    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
-    settings = {"ignore_eos": True, "max_new_tokens": NEW_TOKENS, "seed": 7}
-    requests = [
-        engine.requests([p], **settings, temperature=t)[0] for p, t in zip(prompts, [0.0, 0.9] * 3, strict=True)
+    made = drafter or (Mixed(head) if copies else head)
+    engine = Engine(model, made, shape=shape and {**TREES, **GROWING}[shape], max_batch_size=4)
+    acceptance = "exact" if shape == "sure ones" else acceptance
+    each = [
+        SamplingSettings(max_new_tokens=24, temperature=0.9 * (row % 2), seed=row, acceptance=acceptance)
+        for row in range(8)
     ]
-    for _ in engine.run(requests):
-        pass
-    assert [request.result().token_ids for request in requests] == alone
+    together = engine.generate(EIGHT, each, ignore_eos=True)
+    alone = [engine.generate([prompt], own, ignore_eos=True)[0] for prompt, own in zip(EIGHT, each, strict=True)]
+    assert ids(together) == ids(alone)
+    for one, other in zip(together, alone, strict=True):
+        assert shape == "sure ones" or (one.num_steps, one.num_copied) == (other.num_steps, other.num_copied)
 
 
 def test_a_long_prompt_is_read_in_chunks_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

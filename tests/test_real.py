@@ -150,14 +150,3 @@ def test_the_session_in_the_readme(verb: str, capsys: pytest.CaptureFixture[str]
     assert main(shlex.split(command)) == 0
     shown = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
     assert shown == said.strip().splitlines()
-
-
-def test_streamed_text_is_the_results_text():
-    engine = Engine(fp32())
-    plain = answers(engine, 24)
-    engine = with_oracle(engine, plain)
-    for prompt, result in zip(PROMPTS, plain, strict=True):
-        events = list(engine.stream(prompt, max_new_tokens=24))
-        assert "".join(event.text for event in events) == result.text
-        assert max(event.num_drafted for event in events) > 1
-        engine.drafter.texts = []

@@ -90,9 +90,7 @@ def test_a_rows_bits_depend_on_no_other_row(instructions: str, threads: int, dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp32_weights_that_are_exact_in_16_bits_take_half_the_memory_and_rows_are_not_rounded(
-    dtype: torch.dtype,
-) -> None:
+def test_fp32_weights_that_are_exact_in_16_bits_take_half_the_memory(dtype: torch.dtype) -> None:
     held = Native(numbers(40, 30, dtype=dtype).float(), None)
     whole = Native(numbers(40, 30), None)
     assert held._packed.nbytes == whole._packed.nbytes // 2
@@ -143,9 +141,7 @@ def test_the_largest_outputs_are_those_of_the_product(
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
-def test_greedy_steps_need_no_logits_where_they_grow_with_the_products(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_steps_need_no_logits_that_grow_with_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 2 caps its logits. A request that asks for more has them, and greedy ones beside it the same text."""
     model, _ = sped_up(family)
     settings: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
@@ -210,9 +206,7 @@ def by_definition(rows: Tensor, product: NativeInt4) -> Tensor:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
-def test_int4_products_are_right_and_have_the_same_bits_with_all_instructions(
-    choose: Choose, threads: int, outputs: int, inputs: int
-) -> None:
+def test_int4_products_have_the_same_bits_everywhere(choose: Choose, threads: int, outputs: int, inputs: int) -> None:
     weight, bias, rows = numbers(outputs, inputs), numbers(outputs, seed=1), numbers(45, inputs, seed=2)
     rows[3] = 0.0
     rows[:, : inputs // 2] *= 100.0  # its groups have scales of their own
@@ -298,9 +292,7 @@ def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = No
 @pytest.mark.few(24)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.1), ("int8", 0.2), ("int4", 0.8)])
-def test_a_pass_gives_the_logits_of_the_stock_modules(
-    instructions: str, family: str, precision: str, most: float
-) -> None:
+def test_passes_have_the_logits_of_stock_modules(instructions: str, family: str, precision: str, most: float) -> None:
     model, stock = sped_up(family, precision)
     # in a tree, as in plain texts
     found = check_trees(model, stock=None if precision in ROUNDED_BITS else stock).float()
@@ -352,9 +344,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=lambda value: str(value)[:60])
-def test_settings_of_models_change_the_native_pass_as_they_change_transformers(
-    family: str, changes: dict[str, Any]
-) -> None:
+def test_settings_change_the_native_pass_as_they_change_transformers(family: str, changes: dict[str, Any]) -> None:
     """The native pass has the logits of transformers, or is not taken. Biases and norms are not their usual values."""
     stock = tiny_model(family, **changes)
     for weight in stock.model.parameters():
@@ -573,9 +563,6 @@ def test_the_environment_names_the_instructions(value: str, has_library: bool, m
     found = load_library.__wrapped__()
     assert (found is not None) == has_library
     assert found is None or found.draftheads_kernels(b"") == value.encode()
-
-
-def test_unknown_instructions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHEADS_KERNELS", "avx1024")
     with pytest.raises(native_library.InvalidSettings, match=r"avx1024.*portable"):
         load_library.__wrapped__()
@@ -640,9 +627,7 @@ def test_a_thread_that_begins_during_native_passes_has_all_threads_of_torch(thre
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("size", "count", "divisor"), [(1, 1, 1.0), (19, 19, 0.7), (1000, 10, 1.5), (777, 64, 1.0)])
-def test_the_largest_logits_and_their_normaliser(
-    instructions: str, dtype: torch.dtype, size: int, count: int, divisor: float
-) -> None:
+def test_the_largest_logits(instructions: str, dtype: torch.dtype, size: int, count: int, divisor: float) -> None:
     logits = numbers(2, 3, size, dtype=dtype)
     values, places, totals = largest(logits, count, divisor)
     scaled = logits.float() / divisor

@@ -55,9 +55,7 @@ def assert_same(found: Draft, expected: Draft) -> None:
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_candidates_are_those_found_step_by_step(
-    kind: str, shape: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_are_as_step_by_step(kind: str, shape: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method, options = HEADS[kind]
     # a number that int8 rounds to the other side changes the rest
     monkeypatch.setattr("draftheads.heads.base.pack", lambda layers, **_: pack(layers))

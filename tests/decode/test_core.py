@@ -14,9 +14,10 @@ from draftheads.decode.request import Lane, Request, StreamEvent
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import Mixed
 from draftheads.errors import TooLarge
+from draftheads.runners import bytes_of_states
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.drafter import NoDraft
-from families import TREES, tiny_head, tiny_model
+from families import RECURRENT_FAMILIES, TREES, tiny_head, tiny_model
 from scheduler_world import assert_plain, request_of
 
 SHORT = [[3, 4, 5], [9, 8, 7, 6], [11, 5]]
@@ -106,6 +107,7 @@ def run(core: EngineCore, *requests: Request, most: int = 500) -> int:
             return number
         for _, event in core.step():
             assert isinstance(event, StreamEvent), event
+        assert core.limits.kv_bytes is None or core.kv_bytes + core.prefixes.num_bytes <= core.limits.kv_bytes
     raise AssertionError(f"not finished after {most} steps")
 
 
@@ -125,14 +127,21 @@ def test_a_long_answer_reserves_no_more_than_its_next_tokens(engine: Engine) -> 
     assert_plain(engine, *others)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 7}])
-@pytest.mark.parametrize("drafter", ["plain", "hydra", "eagle", "small-llama", "copying", "lookahead"])
-def test_interrupted_answers_are_plain_answers(drafter: str, settings: dict[str, Any]) -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        *(("llama", name) for name in ("plain", "hydra", "eagle", "small-llama", "copying", "lookahead")),
+        *((family, "hydra") for family in RECURRENT_FAMILIES),
+    ],
+)
+def test_interrupted_answers_are_plain_answers(family: str, drafter: str, settings: dict[str, Any]) -> None:
+    model = tiny_model(family)
     made = {"plain": NoDraft, "lookahead": Lookahead, "copying": lambda: Mixed(tiny_head("hydra", model))}
     engine = Engine(model, made.get(drafter, lambda: tiny_head(drafter, model))())
-    core = core_of(engine, kv_bytes=128 * 5 * engine.bytes_per_token, headroom_tokens=4)
+    limit = 128 * 5 * engine.bytes_per_token + bytes_of_states(model, 3)
+    core = core_of(engine, kv_bytes=limit, headroom_tokens=4, chunk_tokens=21)
     requests = [add(core, engine, [3 + n, 4, 5], max_new_tokens=150, **settings) for n in range(3)]
     run(core, *requests)
     assert core.interruptions > 0

@@ -26,6 +26,7 @@ from families import (
     PROMPTS,
     TREES,
     VOCAB,
+    Answer,
     IntegerTokenizer,
     PlantedDrafter,
     by_hand,
@@ -41,13 +42,13 @@ ON = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def plain(model: TargetModel) -> list[tuple[int, ...]]:
+def plain(model: TargetModel) -> list[Answer]:
     """Plain answers of 30 tokens to MANY, each alone."""
     engine = Engine(model, max_batch_size=1)
     return [result.token_ids for result in engine.generate(MANY, max_new_tokens=30, **ON)]
 
 
-def planted(plain: list[tuple[int, ...]], tree: str = "chain", seed: int = 0) -> PlantedDrafter:
+def planted(plain: list[Answer], tree: str = "chain", seed: int = 0) -> PlantedDrafter:
     """A drafter that often guesses several tokens in a row rightly."""
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
     return PlantedDrafter(TREES[tree], answers, seed=seed)
@@ -68,9 +69,7 @@ class HiddenStateRecorder(PlantedDrafter):
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 16])
-def test_contexts_hold_the_hidden_states_of_accepted_tokens(
-    model: TargetModel, plain: list[tuple[int, ...]], room: int
-):
+def test_contexts_hold_the_hidden_states_of_accepted_tokens(model: TargetModel, plain: list[Answer], room: int):
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
     recorder = HiddenStateRecorder(TREES["ragged"], answers)
     results = Engine(model, recorder, max_batch_size=room).generate(MANY, lengths_as_settings())
@@ -87,7 +86,7 @@ def lengths_as_settings() -> list[SamplingSettings]:
     return [SamplingSettings(max_new_tokens=length, ignore_eos=True) for length in LENGTHS]
 
 
-def of_lengths(answers: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def of_lengths(answers: list[Answer]) -> list[Answer]:
     """What these settings leave of longer answers."""
     return [answer[:length] for answer, length in zip(answers, LENGTHS, strict=True)]
 
@@ -110,7 +109,7 @@ def rows_per_step(lengths: list[int], room: int) -> list[int]:
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 16])
 def test_who_is_done_makes_room_for_the_next(
-    model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int, monkeypatch: pytest.MonkeyPatch
+    model: TargetModel, plain: list[Answer], max_batch_size: int, monkeypatch: pytest.MonkeyPatch
 ):
     sizes: list[int] = []
     step = Batch.step
@@ -123,9 +122,7 @@ def test_who_is_done_makes_room_for_the_next(
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3])
-def test_requests_may_come_while_others_are_decoded(
-    model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int
-):
+def test_requests_may_come_while_others_are_decoded(model: TargetModel, plain: list[Answer], max_batch_size: int):
     """Each answer that ends asks for the next one: the last ones are asked when nothing waits any more."""
     engine = Engine(model, max_batch_size=max_batch_size)
     requests = engine.requests(MANY, lengths_as_settings())
@@ -154,7 +151,7 @@ def test_texts_messages_and_token_ids_may_stand_side_by_side(model: TargetModel)
 # --- events ---
 
 
-def test_events_add_up_to_the_results(model: TargetModel, plain: list[tuple[int, ...]]):
+def test_events_add_up_to_the_results(model: TargetModel, plain: list[Answer]):
     engine = Engine(model, planted(plain, "cartesian"), max_batch_size=3)
     requests = engine.requests(MANY, max_new_tokens=30, **ON)
     events: list[list[StreamEvent]] = [[] for _ in MANY]
@@ -179,7 +176,7 @@ def test_events_add_up_to_the_results(model: TargetModel, plain: list[tuple[int,
         assert result.tokens_per_step == (len(result.token_ids) - 1) / result.num_steps
 
 
-def test_a_stream_is_the_result_as_it_comes(model: TargetModel, plain: list[tuple[int, ...]]):
+def test_a_stream_is_the_result_as_it_comes(model: TargetModel, plain: list[Answer]):
     stream = Engine(model, planted(plain)).stream(MANY[0], max_new_tokens=30, **ON)
     assert isinstance(stream, Iterator)
     first = next(stream)
@@ -187,22 +184,10 @@ def test_a_stream_is_the_result_as_it_comes(model: TargetModel, plain: list[tupl
     assert first.token_ids + sum((event.token_ids for event in stream), ()) == plain[0]
 
 
-def test_generations_do_not_disturb_each_other(model: TargetModel, plain: list[tuple[int, ...]]):
-    """Their states lie in objects of their own: two streams of one engine may be read in turn."""
-    engine = Engine(model, tiny_head("hydra", model))
-    one, two = (engine.stream(prompt, max_new_tokens=30, **ON) for prompt in MANY[:2])
-    answers: list[tuple[int, ...]] = [(), ()]
-    for first in one:
-        second = next(two, StreamEvent(1, "", (), 0))
-        answers = [answers[0] + first.token_ids, answers[1] + second.token_ids]
-    answers[1] += sum((event.token_ids for event in two), ())
-    assert answers == plain[:2]
-
-
 # --- settings ---
 
 
-def test_settings_for_each_row_and_overrides_for_all(model: TargetModel, plain: list[tuple[int, ...]]):
+def test_settings_for_each_row_and_overrides_for_all(model: TargetModel, plain: list[Answer]):
     engine = Engine(model)
     each = [SamplingSettings(max_new_tokens=3, stop_token_ids=(VOCAB + 9,)), SamplingSettings(max_new_tokens=5)]
     assert ids(engine.generate(MANY[:2], each, **ON)) == [plain[0][:3], plain[1][:5]]
@@ -302,7 +287,7 @@ def test_bad_inputs(model: TargetModel, name: str):
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_and_ids_of_other_types(model: TargetModel, plain: list[tuple[int, ...]]):
+def test_prompts_and_ids_of_other_types(model: TargetModel, plain: list[Answer]):
     engine = Engine(model)
     numpy_ids = [np.int64(token) for token in MANY[1]]
     found = engine.generate(iter([MANY[0], numpy_ids]), max_new_tokens=np.int64(5), **ON)

@@ -15,9 +15,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
-from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context, Draft
-from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Sampled
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, tiny_model
@@ -141,15 +139,3 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
     assert isinstance(alone.drafter, DraftModel)
     found = engine.generate(["a dog"], max_new_tokens=25, temperature=0.8, acceptance="block", ignore_eos=True, seed=1)
     assert found[0].tokens_per_step == 4.0
-
-
-@pytest.mark.parametrize("drafter", [Mixed(None, num_tokens=4), Lookahead(window=3, ngram=3, guesses=2)])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
-def test_neighbours_with_more_draft_tokens_change_no_step(drafter: Drafter, sampling: dict[str, Any]) -> None:
-    model = tiny_model("llama")
-    prompts = [[3 + row, 5, 3 + row, 9 + row // 2][: 1 + row % 4] for row in range(8)]
-    each = [SamplingSettings(max_new_tokens=24, seed=row, **sampling) for row in range(8)]
-    together = Engine(model, drafter, max_batch_size=8).generate(prompts, each)
-    for prompt, settings, result in zip(prompts, each, together, strict=True):
-        (alone,) = Engine(model, drafter).generate([prompt], settings)
-        assert (result.token_ids, result.num_steps) == (alone.token_ids, alone.num_steps)

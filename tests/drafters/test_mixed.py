@@ -95,18 +95,6 @@ def test_copies_change_nothing_but_the_number_of_steps(kind: str, name: str, sha
     assert copied(without) == 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
-    """Neither its tokens nor its steps; but a threshold is for all rows of a step together."""
-    head = tiny_head("hydra", some_model("llama"))
-    options: dict[str, Any] = {"shape": SHAPES[shape], "temperature": 0.7, "seed": 5}
-    alone, together = (decode("llama", Mixed(head), batch_size=size, **options) for size in (1, 6))
-    assert ids(alone) == ids(together) == plain("llama", 0.7)
-    if shape != "sure ones":
-        assert [result.num_steps for result in alone] == [result.num_steps for result in together]
-        assert [result.num_copied for result in alone] == [result.num_copied for result in together]
-
-
 # --- what is drafted ---
 
 

@@ -234,22 +234,14 @@ def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.Monkey
     assert numbers == [0, 3, 6, 9, 12, 0, 3, 6, 9, 12]
 
 
-# --- sizes ---
-
-
-def test_the_weights_of_state_and_token_are_ibms() -> None:
-    """After n stages half of the state's variance stems from h_t. Own embeddings: tests/formats/test_published.py."""
-    target = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3))
-    state_weight = 0.5 ** (0.5 / 3)
-    assert target.embedding_weight == pytest.approx((1 - state_weight**2) ** 0.5 / state_weight)
-
-
 # --- formulas, one number after the other ---
 
 
 def test_ibms_weights_start_at_one_over_the_root_of_the_size(model: TargetModel) -> None:
-    """Of a state; norms start as no change."""
+    """Of a state; norms start as no change. After n stages half of the state's variance stems from h_t."""
     torch.manual_seed(0)
+    target = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3))
+    assert target.embedding_weight**2 == pytest.approx(2 ** (1 / 3) - 1)  # with embeddings of the target
     options: dict[str, Any] = {"num_heads": 3, "inner_size": 100, "embeddings": "own", "lm_head": "own"}
     head = MlpSpeculatorHead(MlpSpeculatorConfig(model.hidden_size, VOCAB, **options))
     head.initialise(model.weights)

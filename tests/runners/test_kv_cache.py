@@ -12,12 +12,12 @@ from torch import Tensor
 
 from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
-from draftheads.runners import bytes_per_slot, num_slots, runner_for, transformers_runner
+from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots, runner_for, transformers_runner
 from draftheads.runners.runner import BLOCK_SLOTS
 from draftheads.runners.transformers_runner import TransformersRunner, held_rows, tree_visibility, within_window
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
-from families import FAMILIES, PROMPTS, TREES, VOCAB, PlantedDrafter, tiny_model
+from families import FAMILIES, PROMPTS, RECURRENT_FAMILIES, TREES, VOCAB, PlantedDrafter, tiny_model
 from target_rows import Target
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the tiny llama
@@ -76,14 +76,19 @@ def test_memory_shrinks_with_the_rows(model: TargetModel):
     assert target.num_bytes == expected_bytes(1, 3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *RECURRENT_FAMILIES])
 @pytest.mark.parametrize("fast", [False, True])
-def test_bytes_of_a_token_are_known_from_the_configuration(name: str, fast: bool):
+def test_bytes_are_known_from_the_configuration(name: str, fast: bool):
+    """Of tokens, and of the states of recurrent layers."""
     model = tiny_model(name)
     model = model.sped_up() if fast else model
     target = Target(model)
-    target.prefill([[5] * 3, [6] * 130])
-    assert target.num_bytes == num_slots(model, [3, 130]) * bytes_per_slot(model) > 0
+    target.prefill([[5] * 3, [6] * 130, [7]])
+    of_tokens, of_states = num_slots(model, [3, 130, 1]) * bytes_per_slot(model), bytes_of_states(model, 3)
+    assert target.num_bytes == of_tokens + of_states > of_states
+    assert bool(of_states) == (name in RECURRENT_FAMILIES)
+    model.step_mode.graphs = True
+    assert model.has_static_steps == (not of_states)
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftheads.decode.core import CoreLimits, EngineCore
-from draftheads.decode.engine import Engine
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.model_layers import FAMILIES, recurrent_modules
-from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots, runner_for
+from draftheads.runners import bytes_of_states, runner_for
 from draftheads.runners.mixers import convolution, delta_rule, mamba1, mamba2
 from draftheads.runners.recurrence import Pass, StateCache, tree_pass
 from draftheads.runners.transformers_runner import TransformersRunner
-from families import HAS_RECURRENT, RECURRENT_FAMILIES, TREES, IntegerTokenizer, tiny_head, tiny_model
+from families import HAS_RECURRENT, RECURRENT_FAMILIES, IntegerTokenizer, tiny_model
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no functions that trees can follow")
 ROWS, NODES, HEADS, SIZE = 2, 20, 4, 8
@@ -206,26 +204,6 @@ def test_a_new_row_has_no_state_of_others_after_reading_that_failed(num_old: int
     torch.testing.assert_close(model.logits(hidden[-1]), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_interrupted_answers_are_plain_answers(model: TargetModel, temperature: float) -> None:
-    """Rows are read in chunks, interrupted and read again; what is kept of them is within the limit."""
-    engine = Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
-    limit = engine.num_bytes([112, 112]) + engine.bytes_per_token
-    limits = CoreLimits(kv_bytes=limit, chunk_tokens=21, headroom_tokens=4)
-    core = EngineCore({"": engine}, limits, keeps_answers=True)
-    prompts = [[(3 * place + n) % 20 for place in range(112)] for n in range(3)]
-    settings = {"max_new_tokens": 24, "ignore_eos": True, "temperature": temperature, "seed": 5}
-    requests = [request for prompt in prompts for request in engine.requests([prompt], **settings)]
-    for request in requests:
-        core.add(request)
-    while core.has_work:
-        core.step()
-        assert core.kv_bytes + core.prefixes.num_bytes <= limit
-    assert core.interruptions > 0
-    plain = Engine(model, max_batch_size=1).generate(prompts, **settings)
-    assert [request.result().token_ids for request in requests] == [result.token_ids for result in plain]
-
-
 def test_a_text_goes_on_from_a_copy_of_another_one(model: TargetModel) -> None:
     """Bit for bit, in another runner that has states or none yet, whatever becomes of the first text."""
     runner = runner_for(model)
@@ -245,15 +223,6 @@ def test_a_text_goes_on_from_a_copy_of_another_one(model: TargetModel) -> None:
             torch.equal(state, known)
             for state, known in zip(other.states(rows[0]).values(), other.states(rows[1]).values(), strict=True)
         )
-
-
-def test_memory_of_states_is_known(model: TargetModel) -> None:
-    runner = runner_for(model)
-    runner.prefill([[5] * 3, [6] * 130, [7]])
-    known = num_slots(model, [3, 130, 1]) * bytes_per_slot(model)
-    assert runner.num_bytes == known + bytes_of_states(model, 3) > known > 0
-    model.step_mode.graphs = True
-    assert not model.has_static_steps
 
 
 def test_other_threads_use_the_stock_functions(model: TargetModel) -> None:

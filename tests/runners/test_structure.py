@@ -139,9 +139,7 @@ def test_an_error_of_structure_is_refused(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("part", "family"), [("native turns", "llama"), ("norms of queries", "qwen3")])
-def test_a_fast_part_with_other_numbers_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, part: str, family: str, precision: str
-):
+def test_a_wrong_fast_part_is_not_used(monkeypatch: pytest.MonkeyPatch, part: str, family: str, precision: str):
     target = tiny_model(family, dtype=DTYPES[precision])
     if load_library() is not None:
         assert load_target(target.model, tokenizer=target.tokenizer).native is not None

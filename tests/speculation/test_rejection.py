@@ -321,9 +321,7 @@ def drafter_of(model: TargetModel, kind: str) -> Any:
         *[("hydra", "tree", "rejection", 1.6), ("eagle", "chain", "block", 1.0)],
     ),
 )
-def test_answers_have_the_models_distribution(
-    model: TargetModel, kind: str, shape: str, rule: Any, penalty: float
-) -> None:
+def test_answers_have_the_models_law(model: TargetModel, kind: str, shape: str, rule: Any, penalty: float) -> None:
     expected = joint_distribution(model, penalty)
     own = replace(SAMPLED, acceptance=rule, repetition_penalty=penalty)
     counts = sampled_answers(model, own, drafter=drafter_of(model, kind), shape=SHAPES[shape])
@@ -336,9 +334,7 @@ def test_answers_have_the_models_distribution(
     ("rule", "temperature"),
     some_rows([*((rule, 0.0) for rule in RULES), ("exact", 0.9)], ("block", 0.0), ("exact", 0.9)),
 )
-def test_drawn_drafts_change_no_token_that_plain_decoding_decides(
-    model: TargetModel, kind: str, rule: Any, temperature: float
-) -> None:
+def test_drawn_drafts_change_no_decided_token(model: TargetModel, kind: str, rule: Any, temperature: float) -> None:
     own = SamplingSettings(max_new_tokens=30, ignore_eos=True, acceptance=rule, temperature=temperature, seed=3)
     expected = [result.token_ids for result in Engine(model).generate(PROMPTS, own)]
     for shape in SHAPES.values():
@@ -350,9 +346,7 @@ def test_drawn_drafts_change_no_token_that_plain_decoding_decides(
     ("temperature", "rule", "penalty"),
     [(0.0, "rejection", 1.0), *((0.9, rule, penalty) for rule in ("rejection", "block") for penalty in (1.0, 1.3))],
 )
-def test_a_model_that_drafts_for_itself_is_always_right(
-    model: TargetModel, temperature: float, rule: Any, penalty: float
-) -> None:
+def test_a_model_is_its_own_best_drafter(model: TargetModel, temperature: float, rule: Any, penalty: float) -> None:
     """Greedy rows are drafted their best tokens; the draft model knows no penalty."""
     own = SamplingSettings(
         max_new_tokens=41, ignore_eos=True, temperature=temperature, acceptance=rule, repetition_penalty=penalty, seed=1
