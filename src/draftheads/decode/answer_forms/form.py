@@ -272,5 +272,5 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)  # type: ignore[arg-type]
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 decode, raw_decode = _DECODER.decode, _DECODER.raw_decode
