@@ -200,8 +200,12 @@ def answered(server: Running, text: str, *, step: int, **fields: Any) -> dict[st
                 assert "".join(piece for piece, _ in choice["pieces"]) == choice["delta"][name]
         streamed["tokens"] += bytes_of(choice)
         for each in choice["delta"].get("tool_calls", ()):
-            assert each["index"] == len(streamed["calls"])
-            streamed["calls"].append((each["function"]["name"], each["function"]["arguments"]))
+            if "id" in each:
+                assert each["index"] == len(streamed["calls"])
+                streamed["calls"].append((each["function"]["name"], each["function"]["arguments"]))
+            else:
+                name, arguments = streamed["calls"].pop()
+                streamed["calls"].append((name, arguments + each["function"]["arguments"]))
     num_thought = call.usage().get("completion_tokens_details")
     whole = call.response()["choices"][0]
     assert call.usage().get("completion_tokens_details") == num_thought

@@ -15,6 +15,7 @@ from typing_extensions import get_type_hints, is_typeddict
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionFields, read_completion
 from draftheads.serve.fields import ApiError, validation_error
+from draftheads.serve.limited import Untried
 from draftheads.serve.responses import ResponseFields, read_response
 from draftheads.settings import Grammar
 from serve_world import NAME, USER, Running
@@ -73,6 +74,8 @@ def refusal(route: str, fields: dict[str, Any], server: Running) -> str | None:
         refused = validation_error(error.errors(include_url=False), "")
     except ApiError as error:
         refused = error
+    except Untried:  # all is read, and a grammar may take long
+        return None
     else:
         return None
     assert refused.status_code == 400

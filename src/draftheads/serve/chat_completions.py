@@ -66,6 +66,7 @@ Arguments = Annotated[Json[Any], BeforeValidator(_as_json, json_schema_input_typ
 class _Function(Fields):
     name: str
     arguments: Arguments = Field({})
+    parsed_arguments: NoEffect = None  # of clients that read them
 
 
 class _Call(SentFields):
@@ -336,7 +337,11 @@ class ChatCall(Call):
             more: dict[str, Any] = {} if part.pieces is None else {"pieces": part.pieces.get(name, [])}
             more |= {"logprobs": part.logprobs} if name == "content" else {}
             choices.append(_delta(index, {name: text}, **more))
-        choices += [_delta(index, {"tool_calls": [call_json(call, number)]}) for number, call in part.calls.items()]
+        for number, call in part.calls.items():  # some clients take no arguments from the chunk with the name
+            whole = call_json(call, number)
+            arguments = {"index": number, "function": {"arguments": call.arguments}}
+            begun = {**whole, "function": {"name": call.name, "arguments": ""}}
+            choices += [_delta(index, {"tool_calls": [each]}) for each in (begun, arguments)]
         if part.reason is not None:
             choices.append(_delta(index, {}, finish_reason=part.reason))
         return choices

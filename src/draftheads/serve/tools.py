@@ -154,8 +154,8 @@ def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool) -> T
     return ToolUse(tuple(tools), (name,), parallel)
 
 
-def _name_of(chosen: Any) -> str | None:
-    """Of a function that ``tool_choice`` names."""
+def _name_of(chosen: Any) -> Any:
+    """Of a function that ``tool_choice`` names; None: it is none."""
     match chosen:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
