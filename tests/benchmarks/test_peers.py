@@ -1,5 +1,6 @@
-"""The comparison with other programs: failures are rows, and turns are fair."""
+"""The comparison with other programs: failures are rows, turns are fair, and the smallest run is a real one."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_a_peer_that_does_not_answer_is_ended(comparison: peers.Comparison, tmp_
 def test_an_unknown_peer_is_refused():
     with pytest.raises(SystemExit, match="no peer 'nonsense'; choose among"):
         peers.chosen([peers.DecodingMethod("good", "good", {})], ["nonsense"])
+
+
+def test_the_smallest_run_of_draftheads_and_transformers(
+    world: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One prompt, one round, a tiny model; each program is a process of its own."""
+    monkeypatch.setattr(peers, "real_model", lambda: world / "model")
+    monkeypatch.setattr(peers, "SMOLLM2_135M", str(world / "model"))
+    python = tmp_path / "transformers" / "bin" / "python"  # an environment: this one
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    few = {"limit": 1, "rounds": 1, "max_new_tokens": 12, "batch_sizes": (1,), "threads": 1}
+    places = {"prompts": world / "prompts.jsonl", "environments": tmp_path, "json": tmp_path / "out.json"}
+    head = str(world / "hydra")
+    chosen = (f"draftheads fp32 {head}", "transformers fp32")
+    peers.main(peers.Options(peers=chosen, head=head, precision="fp32", **places, **few))
+    ours, theirs = json.loads(places["json"].read_text(encoding="utf-8"))["rows"]
+    assert (ours["name"], theirs["name"]) == chosen
+    assert ours["num_tokens"] == theirs["num_tokens"] > 1
 
 
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))

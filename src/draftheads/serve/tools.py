@@ -151,7 +151,7 @@ def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool) -> T
             raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {', '.join(names)}")
     if mode:  # the model is shown no others
         return use_of([tool for tool in tools if tool["function"]["name"] in chosen], mode, parallel=parallel)
-    return ToolUse(tuple(tools), (name,), parallel)
+    return ToolUse(tuple(tools), tuple(filter(None, chosen)), parallel)
 
 
 def _name_of(chosen: Any) -> Any:
