@@ -444,6 +444,9 @@ def test_adapters_that_cannot_be_loaded(world: Path, tmp_path: Path, monkeypatch
         (tmp_path / "other" / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(error, match=message):
             draftheads.load(tmp_path / "other", **FP32)
+    (tmp_path / "other" / "adapter_config.json").write_text(f'{json.dumps(config)[:-1]}, "r": 2}}')
+    with pytest.raises(UnsupportedModel, match=r"adapter_config\.json .*: the key 'r' is there twice"):
+        draftheads.load(tmp_path / "other", **FP32)
     with pytest.raises(ModelNotFound, match=r"model is a model; give the folder of a PEFT adapter"):
         merge(MergeOptions(adapter=world / "model", out=tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "peft", None)

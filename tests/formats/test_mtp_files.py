@@ -49,7 +49,11 @@ def files(kind: str, model: TargetModel, folder: Path) -> tuple[Path, Tensors]:
         copies[f"{prefix}embed_tokens.weight"] = model.weights.embedding.clone()
         copies[f"{prefix}shared_head.head.weight"] = model.weights.lm_head.clone()
     rest = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    return write(folder, {**rest, **tensors, **copies}), tensors
+    write(folder, {**rest, **tensors, **copies})
+    told = json.loads(model.model.config.to_json_string())
+    named = {"speculators_model_type": "mtp", "transformer_layer_config": told, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(named if kind == "speculators" else told))
+    return folder, tensors
 
 
 def imported(kind: str, model: TargetModel, folder: Path) -> tuple[DraftHead, Tensors]:
@@ -282,6 +286,8 @@ def test_a_family_that_is_not_known(tmp_path: Path) -> None:
         ({"model.layers.3.eh_proj.weight": (32, 64)}, UnsupportedModel, "has several MTP layers; a head has one"),
         ({"mtp.layers.1.input_layernorm.weight": (32,)}, UnsupportedModel, "has several MTP layers; a head has one"),
         ({"model.layers.2.mlp.experts.3.up_proj.weight": None}, CheckpointCorrupt, r"missing tensor .*\.3\.up_proj"),
+        ({"adapter.weight": (32, 32)}, CheckpointCorrupt, r"surplus tensor adapter\.weight: read as an MTP layer"),
+        ({"lm_head.weight": (VOCAB, 32)}, CheckpointMismatch, "its lm_head.weight differs .* from the lm_head"),
         ({"model.layers.2.embed_tokens.weight": (VOCAB, 32)}, CheckpointMismatch, r"embed_tokens.weight differs by"),
         ({"model.layers.2.shared_head.head.weight": (VOCAB, 32)}, CheckpointMismatch, r"differs .* from the lm_head"),
     ],
@@ -296,6 +302,25 @@ def test_files_that_are_not_the_layer(
     folder = write(tmp_path / "model", {name: tensor for name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(error, match=message):
         convert(folder, tmp_path / "out", base=model_for("glm-4.5"))
+
+
+@pytest.mark.parametrize("where", ["", "text_config", "transformer_layer_config"])
+@pytest.mark.parametrize(
+    ("told", "error", "message"),
+    [
+        ({"rms_norm_eps": 0.5}, CheckpointMismatch, "rms_norm_eps is 0.5, and 1e-0. in .*: give the model that"),
+        ({"num_attention_heads": 8}, CheckpointMismatch, "num_attention_heads is 8, and 4 in"),
+        ({"rope_theta": 7.0}, CheckpointMismatch, "'rope_theta': 7.0.*, and .*'rope_theta': 10000.0"),
+        ({"mtp_scale": 2.0}, UnsupportedModel, "unknown key mtp_scale"),
+    ],
+)
+def test_configurations_of_another_layer(
+    told: dict[str, Any], where: str, error: Any, message: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "model", {"mtp_layers.0.input_proj.weight": torch.ones(32, 64)})
+    (folder / "config.json").write_text(json.dumps({where: told} if where else told))
+    with pytest.raises(error, match=message):
+        convert(folder, tmp_path / "out", base=model_for("mimo"))
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,10 @@ def test_a_full_model_with_heads_is_its_own_base(
         import_head(name, tmp_path / "more", model=other)
     monkeypatch.chdir(tmp_path)
     assert import_head("./model", "more", model="model").config.num_heads == HEADS
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "medusa_num_heads": HEADS, "medusa_steering": 2}))
+    with pytest.raises(UnsupportedModel, match="unknown key medusa_steering"):
+        convert(tmp_path / "model", "others", base=stored)
 
 
 @ASSUMED
@@ -341,6 +345,9 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
     ("case", "changes", "tensors", "message"),
     [
         ("hydra", {"hidden_state_offset": 2}, {}, "2 layers before the last"),
+        ("medusa v0.1", {"medusa_num_heads": 9}, {}, f"medusa_num_heads is 9, and they are of {HEADS}"),
+        ("vllm-medusa", {"num_heads": 9}, {}, f"num_heads is 9, and they are of {HEADS}"),
+        ("hydra", {"hydra_num_layers": 9}, {}, "hydra_num_layers is 9, and they are of "),
         ("eagle", {"hidden_act": "gelu"}, {}, "gelu"),
         ("eagle", {"partial_rotary_factor": 0.5, "rope_scaling": LLAMA3}, {}, "partial_rotary_factor is 0.5"),
         ("speculators", {"transformer_layer_config": {"rope_parameters": PART}}, {}, "partial_rotary_factor is 0.5"),
@@ -391,9 +398,13 @@ def test_nested_json_and_endless_trees_are_errors_of_the_file(target: TargetMode
     head.config["medusa_choices"] = [path for depth in (1, 2, 3) for path in product(range(20), repeat=depth)]
     convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     assert len(read_head(tmp_path / "ours").profile.paths) < 128
-    (tmp_path / "theirs" / "config.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointCorrupt, match=r"config\.json"):
-        convert(tmp_path / "theirs", tmp_path / "more", base=target)
+    for content, message in (
+        ("[" * 100_000, ""),
+        ('{"version": "2", "version": "1"}', "the key 'version' is there twice"),
+    ):
+        (tmp_path / "theirs" / "config.json").write_text(content)
+        with pytest.raises(CheckpointCorrupt, match=rf"config\.json.*{message}"):
+            convert(tmp_path / "theirs", tmp_path / "more", base=target)
 
 
 @pytest.mark.parametrize("case", ["medusa v0.1", "hydra", "accelerator", "eagle", "eagle3", "speculators"])

@@ -29,13 +29,16 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.heads.base import LARGEST_SIZE, DraftHead, HeadConfig
+from draftheads.models.file_checks import unread_keys
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import fits
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
+from draftheads.utils.strict_json import unique
 
 CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
+EMBEDDINGS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}  # of whole models
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and the tensors by name
 Reasons = Mapping[str, object]  # why a head cannot be read or written, each with what is true if it is so
 _ENDINGS = (".safetensors", ".bin", ".pt")  # the first kind that is there counts
@@ -76,9 +79,9 @@ class Source:
         if not self.config_file.is_file():
             return {}
         try:
-            values = json.loads(self.config_file.read_text(encoding="utf-8"))
+            values = json.loads(self.config_file.read_text(encoding="utf-8"), object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{self.config_file} is no JSON: {error}") from None
+            raise CheckpointCorrupt(f"{self.config_file} cannot be read as JSON: {error}") from None
         if not isinstance(values, dict):
             raise CheckpointCorrupt(f"{self.config_file} holds a {type(values).__name__}; it must be an object")
         return values
@@ -265,6 +268,12 @@ def check_keys(source: Source, used: Collection[str], given: Mapping[str, Any], 
     if unknown := sorted(name for name, value in given.items() if value and name not in known):
         why = "which may change what the head computes; if it does not, delete it from the file"
         raise UnsupportedModel(f"{source.config_file}: unknown key {place}{first_names(unknown)}, {why}")
+
+
+def added_keys(base: TargetModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a whole model's configuration what nothing reads, without keys of the base: they are named at its loading."""
+    changed = {name: value for name, value in given.items() if getattr(base.config, name, None) != value}
+    return {name: changed[name] for name in unread_keys(changed, type(base.config), type(base.model))}
 
 
 def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:

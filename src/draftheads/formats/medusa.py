@@ -23,6 +23,7 @@ from draftheads.formats.layout import (
     Reasons,
     Source,
     Written,
+    added_keys,
     check_keys,
     draft_ids,
     has_names,
@@ -56,15 +57,14 @@ _EMBEDDING = "input_embed_fn.weight"
 
 
 def medusa_layout(source: Source, base: TargetModel) -> Layout:
-    """Published configurations say other numbers of heads than the files have: the tensors count."""
+    """Published configurations say fewer heads than the files have: the tensors count."""
     shapes = source.shapes
     prefix = _IN_MODEL if any(name.startswith(_IN_MODEL) for name in shapes) else ""
     heads, layers = _counts(source, _BLOCKS)
     has_own = f"{prefix}0.{layers}.weight" in shapes
     config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own" if has_own else "shared")
     names = {ours: prefix + theirs for ours, theirs in medusa_names(config).items()}
-    if not prefix:
-        check_keys(source, _KEYS, source.config)
+    check_keys(source, _KEYS, added_keys(base, source.config) if prefix else source.config)
     kind = "a full model with Medusa heads" if prefix else "Medusa heads" if has_own else "Medusa heads, version 2"
     beside = [name for name in shapes if prefix and not name.startswith(prefix)]
     name = base.model_id  # of a model on the Hub, the folder of its files has the name with "--" for "/"
@@ -160,11 +160,14 @@ def _choices(source: Source, heads: int) -> Tree | None:
 
 
 def _counts(source: Source, pattern: str) -> tuple[int, int]:
-    """Heads and layers of each, by the numbers in names; an error where one is missing."""
+    """Heads and layers of each, by the numbers in names; an error where one is missing, of the configuration, too."""
     places = numbers_in(source.shapes, pattern)
     heads, layers = 1 + places[-1][0], len({layer for _, layer in places})
     if heads * layers > len(places):
         raise CheckpointCorrupt(f"{source.path}: layers are missing: {heads} × {layers}, and {len(places)} are there")
+    for key in sorted(key for key in _KEYS if "num_" in key):
+        if (said := source.number(key) or 0) > (count := heads if key.endswith("heads") else layers):
+            raise CheckpointCorrupt(f"{source.path}: tensors are missing: {key} is {said}, and they are of {count}")
     return heads, layers
 
 

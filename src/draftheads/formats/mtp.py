@@ -2,18 +2,30 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import weightless_head
-from draftheads.errors import UnsupportedModel
-from draftheads.formats.layout import Format, Layout, Made, Source, numbers_in, sizes_of
+from draftheads.errors import CheckpointMismatch, UnsupportedModel
+from draftheads.formats.layout import (
+    EMBEDDINGS,
+    Format,
+    Layout,
+    Made,
+    Source,
+    added_keys,
+    check_keys,
+    numbers_in,
+    sizes_of,
+)
 from draftheads.heads.mtp import MtpConfig
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import layer_settings
 
 _LAYER = "layer.block."
+_KEYS = ("transformer_layer_config", "speculators_config", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 _DEPTH = 3  # of drafts: what FastMTP trains a layer for
 
 
@@ -55,9 +67,26 @@ def mtp_layout(source: Source, base: TargetModel) -> Layout:
             theirs = prefix + names.layer + name.removeprefix(_LAYER)
             is_made = ".experts." in name and theirs not in source.shapes
             places[name] = _of_experts(theirs, len(tensor)) if is_made else theirs
+    _check_layer(source, base, layer)
     copies = {f"{prefix}embed_tokens.weight": "embedding", f"{prefix}shared_head.head.weight": "lm_head"}
     unused = {name for name in source.shapes if not name.startswith(prefix)}
+    if not EMBEDDINGS & unused:  # no whole model; speculators have copies beside the layer
+        copies |= {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
+        unused = set()
     return Layout("an MTP layer", config, places, copies=copies, unused=unused)
+
+
+def _check_layer(source: Source, base: TargetModel, layer: Mapping[str, Any]) -> None:
+    """Refuses a configuration that nothing reads, or that makes another layer than the base's."""
+    whole = source.config
+    given = whole.get("text_config") or {**whole, **(whole.get("transformer_layer_config") or {})}
+    check_keys(source, _KEYS, added_keys(base, given))
+    is_turned = any(name.startswith("rope_") for name in given)
+    usual = {k: v for k, v in base.config.to_dict().items() if not (is_turned and k.startswith("rope_"))}
+    theirs = layer_settings(type(base.config).from_dict({**usual, **given}))
+    if apart := [name for name, value in layer.items() if theirs.get(name) != value]:
+        what = "; ".join(f"{name} is {theirs.get(name)!r}, and {layer[name]!r} in {base.model_id}" for name in apart)
+        raise CheckpointMismatch(f"{source.config_file}: {what}: give the model that the layer was trained for")
 
 
 def _of_experts(name: str, count: int) -> Made:

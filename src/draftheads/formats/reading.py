@@ -15,7 +15,7 @@ from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.mixed import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
 from draftheads.formats import dflash, eagle, gguf, llama, medusa, mlp_speculator, mtp
-from draftheads.formats.layout import Format, Layout, Source
+from draftheads.formats.layout import EMBEDDINGS, Format, Layout, Source
 from draftheads.models.file_checks import not_finite
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder
@@ -26,7 +26,6 @@ from draftheads.utils.messages import first_names
 NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
 _PROJECTS = (medusa, mlp_speculator, dflash, gguf, eagle, llama, mtp)
 FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
-_EMBEDDINGS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}  # of whole models
 
 
 def is_published(path: Path) -> bool:
@@ -83,7 +82,7 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
 def _form_of(opened: Source) -> Format | None:
     """The format whose tensors these are."""
     form = next((form for form in FORMATS if form.fits(opened.shapes)), None)
-    if form is None and _EMBEDDINGS & set(opened.shapes):
+    if form is None and EMBEDDINGS & set(opened.shapes):
         raise ModelNotFound(
             f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model "
             f"{opened.config_file.parent} (it has no MTP layer, such as mtp.fc.weight, which would be a head)"

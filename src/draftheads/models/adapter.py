@@ -25,10 +25,10 @@ from draftheads.errors import (
     UnsupportedModel,
     first_line,
 )
-from draftheads.models.file_checks import check_stored
+from draftheads.models.file_checks import check_stored, keys_in
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model_config import fits
-from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, json_in, model_id_of
+from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
 from draftheads.utils.messages import first_names
 from draftheads.utils.strict_json import checked, read_dataclass, read_object
 
@@ -172,7 +172,7 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
 
 def _check_keys(folder: Path, config: Any, version: str) -> None:
     """Refuses settings of other versions of peft, which peft ignores; names once those that are switched off."""
-    given = json_in(folder / ADAPTER_CONFIG)
+    given = keys_in(folder / ADAPTER_CONFIG)
     unknown = given.keys() - vars(config).keys() - {"runtime_config"}
     what = f"{folder / ADAPTER_CONFIG} has settings that peft {version} does not know"
     if on := [name for name in unknown if given[name]]:
