@@ -1,6 +1,7 @@
 """The model's generation configuration: plain and drafted texts are those of ``model.generate`` under it."""
 
 import random
+import re
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -156,6 +157,7 @@ def test_what_is_not_applied_is_named_once(settings: dict[str, Any], name: str) 
         {"num_beams": 1, "guidance_scale": 1.0, "penalty_alpha": 0.0, "cache_implementation": "static"},
         {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "typical_p": 1.0},
         {"typical_p": 0.4, "max_length": 4096, "assistant_early_exit": None},
+        {"top_k": -1, "top_p": 0.0, "temperature": 0},
     ],
 )
 def test_usual_configurations_change_nothing_and_cost_nothing(settings: dict[str, Any]) -> None:
@@ -244,9 +246,13 @@ def test_a_grammar_comes_first() -> None:
         assert result.text in ("ababab", "cccccc")
 
 
-def test_a_wrong_configuration_is_an_error() -> None:
-    with pytest.raises(UnsupportedModel, match=r"generation configuration is wrong: .*no_repeat|ngram"):
-        Engine(with_config("llama", no_repeat_ngram_size=2.5))
+WRONG = {"no_repeat_ngram_size": [2.5], "temperature": ["hot", True], "top_k": [2.5], "top_p": [[1]], "min_p": [7]}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_wrong_configuration_is_an_error(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"is wrong: .*(ngram|{name} is {re.escape(repr(value))}; it must be)"):
+        Engine(with_config("llama", **{name: value}))
 
 
 def test_benchmarks_time_the_same_work() -> None:

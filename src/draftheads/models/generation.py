@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from draftheads.errors import GenerationWarning, UnsupportedModel, first_line
+from draftheads.errors import GenerationWarning, InvalidSettings, UnsupportedModel, first_line
 from draftheads.models.model_config import eos_ids_of
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.sampling import FILTERS
@@ -54,6 +54,10 @@ class GenerationRules:
         eos_ids = sorted(eos_ids_of(config, vocab_size=vocab_size))
         self._device, self._eos = device, torch.tensor(eos_ids, device=device) if eos_ids else None
         self.sampling = {name: value for name in _SAMPLING if (value := getattr(config, name, None)) is not None}
+        try:  # 0 and -1 switch them off
+            SamplingSettings(**{name: value for name, value in self.sampling.items() if value not in (0, -1)})
+        except InvalidSettings as error:
+            raise UnsupportedModel(f"the generation configuration of {model_id} is wrong: {error}") from None
         off = {**_NOT_APPLIED, **(_NOT_SAMPLED if config.do_sample else {})}
         values = {name: getattr(config, name, None) for name in off}
         self.not_applied = {name: value for name, value in values.items() if value not in (None, off[name])}
