@@ -18,7 +18,7 @@ CODE = 'def one():\n    """One."""\n'
 COMPLETE = "Complete this Python function. Answer with the whole function in one code block."
 TASK = {"task_id": "HumanEval/0", "prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."}
 TURNS = [("system", "s"), ("gpt", "the end of an answer"), ("human", "q1"), ("chatgpt", "a1"), ("user", "q2")]
-TURNS += [("assistant", "a2"), ("human", " "), ("gpt", "never")]
+TURNS += [("assistant", "a2"), ("human", " "), ("gpt", "")]
 SHARE_GPT = {"id": "x_1", "conversations": [{"from": side, "value": words} for side, words in TURNS]}
 # a line, what is asked, the answer to learn from, the reference
 FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
@@ -135,7 +135,7 @@ def test_our_fields_count_before_those_of_others(tmp_path: Path):
     assert record.messages[0]["content"] == "q"
 
 
-def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_empty_turn(tmp_path: Path):
+def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_empty_turns(tmp_path: Path):
     path = write_chats(tmp_path / "sharegpt.jsonl", [SHARE_GPT])
     said = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
     for reader in (read_prompts, read_chats):
@@ -254,6 +254,7 @@ NOTHING = [
     {"conversations": []},
     {"conversations": [{"from": "gpt", "value": "a"}]},
     {"conversations": [{"from": "human", "value": ""}, {"from": "gpt", "value": "a"}]},
+    {"conversations": [*PAIR[:1], {"from": "gpt", "value": " "}, *PAIR]},
     {"instruction": " ", "output": ""},
 ]
 
@@ -261,10 +262,12 @@ NOTHING = [
 def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
     path = write_chats(tmp_path / "a.jsonl", [*NOTHING, SHARE_GPT])
     left_out: LeftOut = {}
-    assert [record.line_number for record in read_prompts(path, left_out=left_out)] == [5]
-    assert sum(map(len, left_out.values())) == 4
+    assert [record.line_number for record in read_prompts(path, left_out=left_out)] == [6]
+    assert sum(map(len, left_out.values())) == 5
     chats = list(read_chats(path))
-    assert [(len(chat.messages), chat.problem) for chat in chats] == [(0, NO_ANSWER)] * 4 + [(5, "")]
+    empty = "an empty turn has others after it in conversations"
+    assert [chat.problem for chat in chats] == [NO_ANSWER, NO_ANSWER, empty, empty, NO_ANSWER, ""]
+    assert [len(chat.messages) for chat in chats] == [0, 0, 0, 0, 0, 5]
 
 
 @pytest.mark.parametrize(

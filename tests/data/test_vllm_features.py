@@ -109,7 +109,7 @@ def test_each_file_is_compared_and_what_is_not_read_is_named(tmp_path: Path):
         save_file({**tensors, **changed}, last)
         with pytest.raises(DataError, match=f"{folder}.*{named}"):
             ExtractedStore(target, texts, folder)
-    tensors["hidden_states"][-1] = float("inf")
+    tensors["hidden_states"][-1, :, 3] = float("inf")
     save_file({**tensors, "loss_mask": tensors["token_ids"].clone()}, last)
     with pytest.warns(DataWarning, match=f"{folder}: tensors loss_mask are not read"):
         store = ExtractedStore(target, texts, folder)

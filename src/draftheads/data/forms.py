@@ -7,7 +7,6 @@ messages comes before all other fields: those repeat a part of it.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from draftheads.data.lines import Line
@@ -226,11 +225,14 @@ def _conversation(line: Line, *, field: str) -> Mapping[str, Any]:
     system = [message for message in messages if message["role"] in ("system", "developer")]
     said = messages
     if field != "messages":
-        # long conversations were split, so that some begin with an answer; what follows an empty turn answers nothing
+        # long conversations were split, so that some begin with an answer
         sides = [message["role"] for message in messages]
         first = sides.index("user") if "user" in sides else len(sides)
         system = [message for message in system if message in messages[:first]]
-        said = [*takewhile(_has_words, messages[first:])]
+        filled = [number for number in range(first, len(messages)) if _has_words(messages[number])]
+        if filled and len(filled) <= filled[-1] - first:
+            raise UnlearnableChat(f"an empty turn has others after it in {field}")
+        said = [messages[number] for number in filled]
         said = [*system, *said] if said else []
     given = [] if system or not said else _system(line)
     return {**dict.fromkeys(("prompt", "turns", "completion", *marked)), "messages": [*given, *said]}
