@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -120,6 +121,20 @@ def test_the_folder_holds_adapter_head_and_movement(chats: Path, tuned: Path):
     assert all("lora_" in name for name in load_file(tuned / "adapter" / "adapter_model.safetensors"))
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         train(joint_options(tuned, chats), FakeProgress())
+
+
+def test_the_best_step_has_its_head_and_its_adapter(tmp_path: Path):
+    """The held-out loss rises at a far too high learning rate."""
+    data = write_chats(tmp_path / "counting.jsonl", counting_chats(60))
+    settings = joint_options(tmp_path / "out", data, learning_rate=0.3, epochs=6, loss="hard", save_steps=2)
+    report, best = train_jointly_for(chat_model(), settings), settings.out / "best"
+    losses = {line["step"]: fmean(line["losses"]) for line in lines(settings.out, "validation.jsonl")}
+    assert report.best_step == min(losses, key=losses.__getitem__) < report.num_steps
+    kept = Report.of(json.loads((best / "metrics.json").read_text()))
+    assert fmean(kept.losses) == pytest.approx(losses[kept.num_steps], rel=1e-5)
+    assert kept.movement != report.movement
+    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (best / name).read_bytes() != (settings.out / name).read_bytes()
 
 
 def test_validation_measures_the_tuned_model_and_does_not_change_the_training(chats: Path, tmp_path: Path):

@@ -228,6 +228,12 @@ def test_a_run_with_other_settings_is_refused_before_the_model_reads(
         with pytest.raises(InvalidSettings, match=re.escape(words)):
             run.train(settings, FakeProgress())
     complete = shutil.copytree(whole, tmp_path / "complete")
+    for content, what in (("{", "cannot be read as JSON"), ("[]", r"is \[\]; it must be an object"), ("{}", "has no ")):
+        for file, out in ((path, settings.out), (complete / "metrics.json", complete)):
+            kept, _ = file.read_bytes(), file.write_text(content)
+            with pytest.raises(StorageError, match=rf"{file.name} {what}.*: delete {out}, or name another --out"):
+                run.train(options(out, data), FakeProgress())
+            file.write_bytes(kept)
     metrics = json.loads((complete / "metrics.json").read_text())
     metrics["options"]["dropout"] = 0.2
     (complete / "metrics.json").write_text(json.dumps(metrics))

@@ -20,9 +20,17 @@ import torch
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import read_meta, stored
-from draftheads.errors import DataError, DraftHeadsError, InvalidSettings, ModelNotFound
+from draftheads.errors import (
+    DataError,
+    DraftHeadsError,
+    InvalidSettings,
+    ModelNotFound,
+    StorageError,
+    UnsupportedModel,
+)
 from draftheads.loading import resolve, template_of
 from draftheads.models.chat_template import read_template
+from draftheads.models.file_checks import keys_in
 from draftheads.models.model_names import kind_of_folder
 from draftheads.train import processes
 from draftheads.train.new_head import Start
@@ -75,7 +83,7 @@ class RunFolder:
         The same in all processes, which must all ask for it.
         """
         path, options = self.path / "run.json", self.options
-        begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        begun = _recorded(path) if path.exists() else {}
         stored = read_meta(options.features or self.path / "features")
         known = begun.get("date") or (stored and stored.date)
         here = torch.tensor(time.time() if processes.is_first() else 0.0, dtype=torch.float64)
@@ -106,7 +114,7 @@ class RunFolder:
         differences: list[str] = []
         if current(self.head, "config.json").exists():
             if resume and path.exists():
-                metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                metrics = _recorded(path, "options", "start_digest")
                 if not (differences := self._changes(metrics)):
                     return metrics
             how = f" ({', '.join(differences)})" if differences else ""
@@ -126,7 +134,7 @@ class RunFolder:
         facts |= {"processes": processes.count(), "start_digest": start and start.saved.digest}
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
         if self.checkpoint() and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = _recorded(path, "data", "num_steps")
             _check_names(path, before, {**now, "date": date})
             problem = "--resume continues the same run, but settings have changed"
             fix = "Give the settings as they were, or name another --out"
@@ -174,6 +182,17 @@ class RunFolder:
                 if was != now_is:
                     differences.append(f"the weights of {start} were {was} and are {now_is}")
         return differences
+
+
+def _recorded(path: Path, *names: str) -> dict[str, Any]:
+    """What a run wrote in a file, with these names at least."""
+    try:
+        found = keys_in(path)
+    except UnsupportedModel as error:
+        raise StorageError(f"{error}: delete {path.parent}, or name another --out") from None
+    if missing := sorted({*names} - found.keys()):
+        raise StorageError(f"{path} has no {missing[0]}: delete {path.parent}, or name another --out")
+    return found
 
 
 def _check_names(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
