@@ -1,6 +1,9 @@
 """Packed weights in the cache: the same bits as without them, never other weights; damage costs one warning."""
 
+import gc
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -288,6 +291,17 @@ def test_the_second_load_maps_the_cache_and_not_the_model(model: Path, cache: Pa
     assert str(cache) in maps
     assert str(model) not in maps
     del target
+    gc.collect()
+    assert str(cache) not in Path("/proc/self/maps").read_text(), "of a model that is gone nothing stays mapped"
+
+
+def test_two_processes_that_load_at_once_keep_one_file(model: Path, cache: Path) -> None:
+    code = "from draftheads.decode.engine import Engine; from draftheads.loading import load_target; "
+    code += f"engine = Engine(load_target({str(model)!r}, precision='int8')); "
+    code += "print(engine.generate([[3, 4, 5]], max_new_tokens=8)[0].token_ids)"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    texts = {process.communicate()[0] for process in running}
+    assert [(len(text) > 9, len([*cache.iterdir()])) for text in texts] == [(True, 1)]
 
 
 def test_files_that_change_while_they_are_read_are_not_kept(
