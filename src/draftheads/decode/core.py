@@ -35,9 +35,7 @@ Place = tuple["Engine", Lane]  # what the requests of a batch have in common
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
 _MOST_OVERTAKEN = 64  # times that a request is overtaken before memory is kept free for it
 _CANDIDATES = 64  # waiting requests that are looked at for a free row
-# blocks that two prompts share: with more, one waits until the other is read, and states are kept
-_WORTH_WAITING = 32 // BLOCK_TOKENS
-_MEMORY_STEPS = 4  # over which the time of a step is averaged
+_WORTH_WAITING = 32 // BLOCK_TOKENS  # blocks that two prompts share: with more, one waits for the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +87,8 @@ class EngineCore:
         self.prefixes = PrefixCache(_PREFIX_BYTES if limits.kv_bytes is None else limits.kv_bytes)
         self.batches: dict[Place, Batch] = {}
         self.reading: list[Request] = []  # in the order in which they came
-        self.turns = ReadingTurns()  # of those
+        self.turns = ReadingTurns(limits.chunk_steps)  # of those
         self.clock = time.perf_counter
-        self._step_seconds = self._token_seconds = 0.0  # that a step, and reading a token, took lately; 0: not known
-        self._saved_seconds = 0.0  # for reading, by the steps since
         self.steps = 0
         self.tokens_read = 0
         self.interruptions = 0
@@ -149,20 +145,9 @@ class EngineCore:
                     events += self._advance(place, batch.step)
                 self.steps += 1
         if self.steps > steps:
-            self._note_steps(self.clock() - start)
+            self.turns.note_steps(self.clock() - start)
         self._drop_empty_batches()
         return events
-
-    def _note_steps(self, seconds: float) -> None:
-        """Steps of all batches give reading as much time as they took; little of it can be saved."""
-        known = self._step_seconds
-        self._step_seconds = known + (seconds - known) / _MEMORY_STEPS if known else seconds
-        self._saved_seconds = min(self._saved_seconds + seconds, self._most_seconds() / 2)
-
-    def _most_seconds(self) -> float:
-        """That a chunk takes while nothing is decoded."""
-        known = self.limits.chunk_steps is not None and self._step_seconds > 0
-        return self._step_seconds * (self.limits.chunk_steps or 0) if known else math.inf
 
     def hold(self, num_tokens: int, engine: "Engine") -> None:
         """Reserves memory for a text that is read outside of requests; requests that do not fit beside it wait.
@@ -341,9 +326,9 @@ class EngineCore:
 
     def _read(self) -> list[BatchEvent]:
         """Reads at most a chunk of tokens, of one prompt or several; those that are read whole get their rows."""
-        left, seconds = self.limits.chunk_tokens, self._most_seconds()
+        left, seconds = self.limits.chunk_tokens, self.turns.most_seconds
         if is_beside := seconds < math.inf and any(batch.requests for batch in self.batches.values()):
-            seconds = self._saved_seconds
+            seconds = self.turns.saved_seconds
         events: list[BatchEvent] = []
         while left > 0 and (chunks := self._next_chunks(left, seconds)):
             start = self.clock()
@@ -354,27 +339,11 @@ class EngineCore:
                     if seconds < math.inf:
                         wait_for(place[0].model.device)
             took = self.clock() - start
-            self._note_reading(chunks, took)
+            self.turns.note_reading(chunks, took, is_beside=is_beside)
             left, seconds = left - sum(chunks.values()), seconds - took
-            self._saved_seconds -= took * is_beside
             if events and seconds < math.inf:  # there is a new row
                 break
         return events
-
-    def _note_reading(self, chunks: Mapping[Request, int], seconds: float) -> None:
-        """Shares the time among the prompts, by what their tokens took before: more behind a longer text."""
-        expected = {request: count * (self._price(request) or 1.0) for request, count in chunks.items()}
-        spent: defaultdict[str, float] = defaultdict(float)
-        for request, part in expected.items():
-            own = seconds * part / sum(expected.values())
-            request.token_seconds = own / chunks[request]
-            spent[request.client] += own
-        self.turns.charge(spent)
-        self._token_seconds = seconds / sum(chunks.values())
-
-    def _price(self, request: Request) -> float:
-        """Seconds that a token of its prompt takes; 0: not known."""
-        return request.token_seconds or self._token_seconds
 
     def _next_chunks(self, most: int, seconds: float) -> dict[Request, int]:
         """How many tokens of which prompts are read next, in so many seconds.
@@ -385,8 +354,7 @@ class EngineCore:
         """
         if not self.reading:
             return {}
-        # by it or by others
-        num_read = {
+        num_read = {  # by it or by others
             each: self.prefixes.num_known(each.findable, each.read_ids[:-1]) if each.row is None else each.row.length
             for each in self.reading
         }
@@ -395,7 +363,7 @@ class EngineCore:
         if seconds < math.inf:  # a chunk is one client's
             order = [each for each in order if each.client == order[0].client]
         shortest = min((each for each in order if each.client == order[0].client), key=left.__getitem__)
-        if seconds < min(self._most_seconds() / 2, left[shortest] * self._price(shortest)):
+        if seconds < min(self.turns.most_seconds / 2, left[shortest] * self.turns.price(shortest)):
             return {}  # more time is saved first: few large chunks take less of it than many small ones
         chosen: Counter[Request] = Counter()
         coming = {digest for request in self.reading if request.row is not None for digest in request.digests}
@@ -408,7 +376,7 @@ class EngineCore:
             request.stop = self._stop(request, num_read[request])
             to_read = request.stop - num_read[request] if request.stop else left[request]
             count = min(to_read - chosen[request], math.ceil(most * share), most - chosen.total())
-            if (price := self._price(request)) and seconds < math.inf:
+            if (price := self.turns.price(request)) and seconds < math.inf:
                 count = min(count, max(not chosen, int(seconds * share / price)))
                 seconds -= count * price
             if count > 0:

@@ -1,5 +1,6 @@
 """Requests that wait for their turn: for a row in a round robin over clients, for reading by the time it took."""
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -7,6 +8,8 @@ from operator import itemgetter
 from threading import Lock
 
 from draftheads.decode.request import Request
+
+_MEMORY_STEPS = 4  # over which the time of a step is averaged
 
 
 class WaitingLine:
@@ -70,17 +73,44 @@ class ReadingTurns:
     nothing by what was read before it came: start-time fair queueing (Goyal, Vin and Cheng 1996).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_steps: int | None) -> None:
+        """A chunk takes as long as so many steps of what is decoded; None: no limit."""
+        self._chunk_steps = chunk_steps
         self._seconds: dict[str, float] = {}
         self._start = 0.0
+        self._step_seconds = self._token_seconds = 0.0  # that a step, and reading a token, took lately; 0: not known
+        self.saved_seconds = 0.0  # for reading, by the steps since
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
         """Those of one client stay in their order."""
         self._seconds = {each.client: self._seconds.get(each.client, self._start) for each in requests}
         return sorted(requests, key=lambda each: self._seconds[each.client])
 
-    def charge(self, seconds: Mapping[str, float]) -> None:
-        """Reading for these clients has taken so long."""
-        self._start = min(self._seconds[client] for client in seconds)
-        for client, spent in seconds.items():
-            self._seconds[client] += spent
+    @property
+    def most_seconds(self) -> float:
+        """That a chunk takes while nothing is decoded."""
+        return self._step_seconds * self._chunk_steps if self._chunk_steps and self._step_seconds else math.inf
+
+    def price(self, request: Request) -> float:
+        """Seconds that a token of its prompt takes; 0: not known."""
+        return request.token_seconds or self._token_seconds
+
+    def note_steps(self, seconds: float) -> None:
+        """Steps of all batches give reading as much time as they took; little of it can be saved."""
+        known = self._step_seconds
+        self._step_seconds = known + (seconds - known) / _MEMORY_STEPS if known else seconds
+        self.saved_seconds = min(self.saved_seconds + seconds, self.most_seconds / 2)
+
+    def note_reading(self, chunks: Mapping[Request, int], seconds: float, *, is_beside: bool) -> None:
+        """Shares the time among the prompts, by what their tokens took before: more behind a longer text.
+
+        ``is_beside``: beside texts that are decoded, whose steps gave the time.
+        """
+        expected = {request: count * (self.price(request) or 1.0) for request, count in chunks.items()}
+        self._start = min(self._seconds[request.client] for request in chunks)
+        for request, part in expected.items():
+            own = seconds * part / sum(expected.values())
+            request.token_seconds = own / chunks[request]
+            self._seconds[request.client] += own
+        self._token_seconds = seconds / sum(chunks.values())
+        self.saved_seconds -= seconds * is_beside
