@@ -1,10 +1,11 @@
 """Programs of others as clients: calls of each of their interfaces, streamed and not, and loops with tools."""
 
 import asyncio
+import gc
 import json
 import operator
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import reduce
 from importlib import import_module
@@ -86,7 +87,7 @@ def for_responses(fields: dict[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {"max_output_tokens": 400, "input": fields["messages"]}
     if fields["messages"] == IMAGE:
         given["input"] = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:", "detail": "low"}]}]
-    given |= {"tools": [{"type": "function", **FUNCTION}]} if "tools" in fields else {}
+    given |= {"tools": [{"type": "function", **tool["function"]} for tool in fields.get("tools", ())]}
     given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2} if "logprobs" in fields else {}
     given |= {"reasoning": {"effort": "none"}} if "reasoning_effort" in fields else {}
     given |= {"text_format": Tide} if "response_format" in fields else {}
@@ -118,8 +119,9 @@ def litellm_responses(url: str, stream: bool, **fields: Any) -> Said:
 
 def litellm_messages(url: str, stream: bool, **fields: Any) -> Said:
     """Anthropic's interface."""
-    tools = [{"name": "get_tide", "description": "", "input_schema": FUNCTION["parameters"]}]
-    given = {"tools": tools} if "tools" in fields else {}
+    functions = [tool["function"] for tool in fields.get("tools", ())]
+    tools = [{"name": each["name"], "description": "", "input_schema": each["parameters"]} for each in functions]
+    given = {"tools": tools} if tools else {}
     system, *messages = fields["messages"]
 
     async def answered() -> list[dict[str, Any]]:
@@ -178,6 +180,14 @@ def langchain_chat(url: str, stream: bool, *, responses: bool = False, **fields:
 
 def langchain_responses(url: str, stream: bool, **fields: Any) -> Said:
     return langchain_chat(url, stream, responses=True, **fields)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _end_of_connections() -> Iterator[None]:
+    """Those that clients leave open are closed here, where warnings of it are ignored."""
+    yield
+    import_module("litellm").in_memory_llm_clients_cache.flush_cache()
+    gc.collect()
 
 
 Client = Callable[..., Said]
