@@ -1,5 +1,6 @@
 """What a model can be loaded from: a loaded model, an adapter, 4 bits, code of its own; and what is refused."""
 
+import copy
 import json
 import shutil
 import sys
@@ -42,7 +43,7 @@ from draftheads.errors import (
 )
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import put_back_towers
+from draftheads.models.model_config import _drop_towers, put_back_towers
 from draftheads.models.model_names import base_of
 from draftheads.models.pretrained import load_pretrained, load_tokenizer, stored_dtype
 from draftheads.speculation.shapes import BestFirst
@@ -260,6 +261,8 @@ def test_a_model_of_text_and_images_is_its_text_model(kind: str, tmp_path: Path)
         )
     put_back_towers(text_only, again)  # as merged models are written
     assert {*text_only.state_dict()} == {*whole.state_dict()}
+    whole.model.sounds = copy.deepcopy(whole.get_submodule(text_only.towers[0]))
+    assert _drop_towers(whole) == (*text_only.towers, "model.sounds"), "each of them"
     last = next(name for name in stored if name.endswith("layers.1.mlp.up_proj.weight"))
     save_file({name: stored[name] for name in stored if name != last}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"missing \(1 tensor\): .*layers.1.mlp.up_proj.weight"):

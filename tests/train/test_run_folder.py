@@ -216,8 +216,8 @@ def test_a_run_with_other_settings_is_refused_before_the_model_reads(
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=SAVE_STEPS + 1)
     monkeypatch.setattr(TargetModel, "hidden_states", lambda *_: pytest.fail("the model was asked"))
-    with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.001 and is 0\.5"):
-        run.train(replace(settings, learning_rate=0.5), FakeProgress())
+    with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.001 and is 0\.5, .*seed was 0 and is 7"):
+        run.train(replace(settings, learning_rate=0.5, seed=7), FakeProgress())
     path = settings.out / "run.json"
     before = json.loads(path.read_text())
     for changes, words in (
