@@ -4,7 +4,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -48,6 +48,7 @@ def test_tokens_span_lines():
 
 
 @pytest.mark.parametrize("name", WORLD)
+@example(["one\ntwo"] * 60, 400)  # each is a token
 @given(st.lists(st.sampled_from(ATOMS), max_size=250), st.integers(1, 400))
 def test_pieces_have_the_ids_of_the_whole_text(name: str, atoms: list[str], size: int):
     tokenizer, text = WORLD[name], "".join(atoms)
