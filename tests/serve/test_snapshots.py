@@ -1,5 +1,6 @@
 """What every route sends, byte by byte. A bias decides on the texts, and plain decoding on the chunks."""
 
+import re
 from typing import Any
 
 import httpx2
@@ -41,9 +42,10 @@ HEADERS = ("allow", "content-type", "x-accel-buffering")
 
 
 def shown(response: httpx2.Response) -> str:
-    """The status, some headers and the body."""
+    """The status, some headers and the body; of a stream one answer after the other, as their order is by time."""
+    events = sorted(response.text.split("\n\n"), key=lambda each: re.findall(r'"index":\d+', each)[:1] or ["~"])
     headers = [f"{name}: {response.headers[name]}" for name in HEADERS if name in response.headers]
-    return "\n".join([str(response.status_code), *headers, "", response.text, ""])
+    return "\n".join([str(response.status_code), *headers, "", "\n\n".join(events), ""])
 
 
 @pytest.mark.parametrize("case", ASKED)
