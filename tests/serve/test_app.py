@@ -80,6 +80,7 @@ PLACES: list[tuple[str | None, dict[str, Any]]] = [
     ("response_format.json_schema.schema", form({"enum": ["a" * 70_000]})),
     ("response_format.json_schema.schema", form(nested(33))),
     ("response_format", form({"pattern": "^(a{300}){300}$"})),
+    (None, form({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#/properties/a"}}})),  # on the way
     ("tools[0].type", {"tools": [{"type": "web"}]}),
     ("tools[0].function.name", {"tools": [function("a b")]}),
     ("tool_choice", {"tools": [function("a")], "tool_choice": function("b")}),

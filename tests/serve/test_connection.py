@@ -57,9 +57,10 @@ def test_a_connection_is_closed_some_time_after_its_last_request(hasty: Running,
         assert read_all(client).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_large_headers_are_refused(hasty: Running):
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])  # also if all of them come at once
+def test_large_headers_are_refused(hasty: Running, end: bytes):
     with connection(hasty) as client:
-        client.sendall(b"GET /" + b"a" * 40_000)
+        client.sendall(HEALTH[:-2] + b"X: " + b"a" * 40_000 + end)
         assert read_all(client).startswith(b"HTTP/1.1 400")
 
 

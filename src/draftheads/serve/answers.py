@@ -22,7 +22,7 @@ from draftheads.serve.scheduler import Job, JobFailed
 from draftheads.serve.state import Service
 
 _LOG = logging.getLogger(__name__)
-_STATUS = {"error": 500, "deadline": 504, "shutdown": 503, "device_lost": 503}
+_STATUS = {"error": 500, "deadline": 504, "shutdown": 503, "device_lost": 503, "grammar_failed": 400}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -45,6 +45,7 @@ F = TypeVar("F")
 T = TypeVar("T")
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
 _LARGE_BODY = 256 << 10  # bytes: it is parsed on a thread
+_READ_BYTES = 4096  # at a time: h11 takes 0.1 ms for a chunk of a body, which may have one byte; others wait meanwhile
 _DRAIN_SECONDS = 30  # for answers that are under way when the first signal comes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Load = Callable[[], tuple[Iterable[ServedModel], Scheduler]]
@@ -268,6 +269,7 @@ def _connection_of(service: Service) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
             self._wait_for_more()
 
         def data_received(self, data: bytes) -> None:

@@ -16,7 +16,7 @@ from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request, StreamEvent
-from draftheads.errors import DeviceLost, QueueFull, ShuttingDown, first_line
+from draftheads.errors import DeviceLost, GrammarFailed, QueueFull, ShuttingDown, first_line
 from draftheads.serve.metrics import gauge, total
 from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works
@@ -45,7 +45,7 @@ class Limits(CoreLimits):
 class JobFailed:
     """The last event of a job without an answer."""
 
-    reason: Literal["error", "deadline", "shutdown", "device_lost"]
+    reason: Literal["error", "deadline", "shutdown", "device_lost", "grammar_failed"]
     message: str
 
 
@@ -270,6 +270,8 @@ class Scheduler:
             if isinstance(event, StreamEvent):
                 self._deliver(request, event)
                 continue
+            if isinstance(event, GrammarFailed):  # it is the client's
+                failures[event] = JobFailed("grammar_failed", str(event))
             if event not in failures:
                 logger.error("an answer could not be computed", exc_info=event)
                 failures[event] = self._failure_by(event)
