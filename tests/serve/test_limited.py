@@ -28,15 +28,18 @@ ENDLESS: dict[str, dict[str, Any]] = {  # by the field that is wrong
     "response_format": form(PRIMES),
     "tools": {"tools": [TOOL], "tool_choice": "required"},
 }
+OTHERS: list[psutil.Process] = []  # of the server that all tests share
 
 
 def trials(pid: int | None = None) -> list[psutil.Process]:
     """The process that waits for grammars, and those that it forked."""
-    return [each for each in psutil.Process(pid).children(recursive=True) if "limited.py" in " ".join(each.cmdline())]
+    found = [each for each in psutil.Process(pid).children(recursive=True) if "limited.py" in " ".join(each.cmdline())]
+    return [each for each in found if each not in OTHERS]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
+    OTHERS[:] = trials()
     engines = tiny_engines(LOOPS + str(tiny_engines()[NAME].model.chat_template))
     with running(engines, HttpLimits(schema_seconds=0.5)) as server:
         yield server
