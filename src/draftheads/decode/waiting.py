@@ -71,6 +71,17 @@ class ReadingTurns:
 
     A client that comes anew has as much as the one that was served last had before. So it goes first, once, and gains
     nothing by what was read before it came: start-time fair queueing (Goyal, Vin and Cheng 1996).
+
+    >>> class Prompt:
+    ...     def __init__(self, client):
+    ...         self.client, self.token_seconds = client, 0.0
+    >>> old, new, turns, served = Prompt("old"), Prompt("new"), ReadingTurns(None), []
+    >>> for prompts in [old], [old], [old, new], [old, new], [old, new]:
+    ...     first = turns.order(prompts)[0]
+    ...     turns.note_reading({first: 1}, 2.0, is_beside=False)
+    ...     served.append(first.client)
+    >>> served
+    ['old', 'old', 'new', 'old', 'new']
     """
 
     def __init__(self, chunk_steps: int | None) -> None:
