@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -153,6 +153,24 @@ def test_one_row_takes_as_many_steps_as_the_engine(world: World) -> None:
         output = generate(model, loop, FOUR[:1], eos_token_id=None, return_dict_in_generate=True)
         assert tuple(output.sequences[0, 3:].tolist()) == answer.token_ids
         assert output.num_steps == answer.num_steps < NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("rules", [{}, {"top_k": 9, "repetition_penalty": 1.3}, {"top_p": 0.8}])
+def test_typical_text_is_that_of_the_engine(world: World, temperature: float, rules: dict[str, Any]) -> None:
+    """Whatever the seed; at temperature 0 it is greedy. Rows have one length: the engine knows no padding."""
+    model, head = world()
+    prompts = [[*ids, 7, 8, 9, 4][:5] for ids in FOUR]
+    typical = {"acceptance": "typical", "typical_epsilon": 0.3, "typical_delta": 0.2}
+    loop = drafting(head, tree=TREES["cartesian"], copy=False, **typical)
+    ends = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": [9, 17]}
+    results = loop.engine(model).generate(prompts, temperature=temperature, **ends, **rules, **typical)
+    penalty = {"repetition_penalty": rules.get("repetition_penalty", 1.0), "eos_token_id": [2, 9, 17]}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, **rules} if temperature else {}
+    output = generate(model, loop, prompts, **{**penalty, **sampling})
+    for row, result in zip(output[:, 5:].tolist(), results, strict=True):
+        assert row == [*result.token_ids, *[0] * (len(row) - len(result.token_ids))]
+    assert torch.equal(output, generate(model, None, prompts, **penalty)) == (temperature == 0)
 
 
 def without_ends(told: list[tuple[str, object]]) -> list[tuple[str, object]]:
@@ -568,6 +586,23 @@ def test_what_drafts_cannot_do_is_refused_by_name(world: World, case: str) -> No
         generate(model, drafting(head), FOUR[:1], **options(model))
 
 
+def test_typical_acceptance_needs_rules_that_look_at_each_row_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees the text of its node. As the text depends on the drafts, these do not depend on the time of steps."""
+    model, head = world()
+    monkeypatch.setattr(Plan, "shape", shape := create_autospec(Plan.shape, side_effect=Plan.shape))
+    options = {"do_sample": True, "logits_processor": LogitsProcessorList([Forbidding()])}
+    with pytest.raises(InvalidSettings, match="give rows_together=False if yours look at each row alone"):
+        generate(model, drafting(head, acceptance="typical"), **options)
+    loop = drafting(head, acceptance="typical", typical_epsilon=0.01, rows_together=False)
+    output = generate(model, loop, eos_token_id=UNUSED, return_dict_in_generate=True, **options)
+    start = max(map(len, FOUR))
+    assert (output.sequences[:, start:] != output.sequences[:, start - 2 : -2]).all()
+    assert output.num_steps < NEW_TOKENS / 2, "drafts are accepted"
+    assert {call.kwargs["may_follow"] for call in shape.call_args_list} == {False}
+
+
 def test_an_encoder_with_a_decoder_is_refused(world: World) -> None:
     config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     config.decoder_start_token_id = 0
@@ -603,6 +638,9 @@ def test_a_text_as_long_as_the_model_allows(world: World) -> None:
         ({"head": "hydra", "tree": Sampled(Tree.chain(2))}, "a Sampled tree needs an acceptance rule"),
         ({"rows_together": "yes"}, "rows_together is 'yes'; it must be True or False"),
         ({"head": 3}, "head is 3; give a bundled head's name"),
+        ({"acceptance": "block"}, "acceptance is 'block'; it must be 'exact', or 'typical' for"),
+        ({"typical_delta": 0.2}, "acceptance is 'exact'; it must be 'exact', or 'typical' for typical_epsilon and typ"),
+        ({"acceptance": "typical", "typical_epsilon": 2}, "typical_epsilon is 2; it must be a number above 0 and at"),
     ],
 )
 def test_wrong_values_are_refused_at_once(options: dict[str, Any], message: str) -> None:

@@ -55,6 +55,7 @@ VALUES |= {"max_tokens": [0], "min_tokens": [-1, 13], "draft_nodes": [-1, 129], 
 VALUES |= {"skip_special_tokens": [0], "stop_token_ids": [[-1], [3] * 129], "logprobs": [2], "top_logprobs": [2]}
 VALUES |= {"logit_bias": [[1], {str(i): 0 for i in range(1025)}], "stream_options": [{}], "tool_choice": ["required"]}
 VALUES |= {"best_of": [2], "audio": [{"voice": "a"}], "modalities": [["audio"]]}
+VALUES |= {"acceptance": ["typical", "fast"], "typical_epsilon": [0.2], "typical_delta": [0.3]}
 VALUES["tools"] = [[function("a")] * 2, [function("a")] * 65, [function("a", parameters=nested(40))]]
 PLACES: list[tuple[str | None, dict[str, Any]]] = [
     ("messages[0].role", {"messages": [{"content": "a"}]}),
@@ -126,6 +127,31 @@ def test_fields_are_settings(server: Running, fields: dict[str, Any], settings: 
     expected = server.plain_answer(ids, **settings).text
     assert texts_of(server.complete(**{"temperature": 0, **fields})) == [expected]
     assert fields.get("top_p") == 0 or expected != server.plain_answer(ids, max_new_tokens=12).text
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_typical_acceptance_where_the_server_allows_it(server: Running, temperature: float):
+    """Two answers of one batch are the offline engine's; every route says in its usage that they are not lossless."""
+    typical = {"acceptance": "typical", "typical_epsilon": 1e-3, "typical_delta": 0.9}
+    asked, settings = {"temperature": temperature, "seed": 3}, {"temperature": temperature, "max_new_tokens": 12}
+    prompts, last = [server.ids("the cat"), server.ids("a dog ran")], {"stream_options": {"include_usage": True}}
+    with running(tiny_engines(), HttpLimits(allow_typical=True)) as one:
+        results = one.engines[NAME].generate(prompts, **settings, **typical)
+        found = one.complete(prompt=prompts, **asked, **typical)
+        assert texts_of(found) == [result.text for result in results]
+        assert found.json()["usage"]["draft"]["steps"] == sum(result.num_steps for result in results)
+        exact = [one.plain_answer(ids, **settings, seed=3).text for ids in prompts]
+        assert (texts_of(found) == exact) == (temperature == 0)
+        streamed = one.complete(prompt=prompts, stream=True, **last, **asked, **typical)
+        responses = [one.post("responses", input="a", stream=each, **asked, **typical) for each in (False, True)]
+        for response in (found, streamed, one.chat(**typical), *responses):
+            whole = chunks_of(response)[-1]
+            assert whole.get("response", whole)["usage"]["acceptance"] == "typical"
+        for others in ({}, {"acceptance": "rejection"}):  # which is exact, as no draft tokens are drawn
+            response = one.complete(prompt=prompts, **asked, **others)
+            assert texts_of(response) == exact
+            assert "acceptance" not in response.json()["usage"]
+    assert "acceptance is 'typical', which is not lossless" in error_of(server.chat(acceptance="typical"))["message"]
 
 
 def test_an_answer_ends_at_stop_tokens_and_not_before_its_shortest_length(server: Running):

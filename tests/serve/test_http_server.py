@@ -28,7 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
     expected = load(str(folder / "model"), precision="fp32").generate(["a dog"], max_new_tokens=400)[0].text
-    arguments = ("model", "--head", "medusa", "--precision", "fp32", "--max-rows", "9", "--kv-gib", "0.5")
+    arguments = (
+        "model",
+        "--head",
+        "medusa",
+        "--precision",
+        "fp32",
+        "--max-rows",
+        "9",
+        "--kv-gib",
+        "0.5",
+        "--allow-typical",
+    )
     first = ServerProcess(folder, *arguments)
     assert [first.process.stdout.readline() for _ in range(2)][1] == "9 rows, 0.5 GiB for keys and values\n"
     port = first.client.base_url.port
@@ -39,6 +50,7 @@ def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
     stream.close()
     with ServerProcess(folder, *arguments, port=port) as second:  # the old one's connections hold nothing
         assert second.text("a dog", max_tokens=400) == expected
+        assert second.chat("a dog", max_tokens=2, acceptance="typical")["usage"]["acceptance"] == "typical"
         texts = [""] * 8
         stream = second.stream("a dog", **LONG)
         next(stream)

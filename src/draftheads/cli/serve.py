@@ -49,6 +49,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         max_tokens=options.max_tokens,
         request_seconds=options.request_seconds,
         schema_seconds=options.schema_seconds,
+        allow_typical=options.allow_typical,
     )
     service = Service(limits, access, recorder=_recorder(options))
     host, port = listening.getsockname()[:2]

@@ -213,10 +213,13 @@ class Batch:
         self.rows += rows
 
     @torch.inference_mode()
-    def verify(self, *, takes_best: bool = False) -> Verified:
-        """A draft for all rows, and one pass over it: with the logits, or where the model can the best tokens alone."""
+    def verify(self, *, takes_best: bool = False, settings: RowSettings | None = None) -> Verified:
+        """A draft for all rows, and one pass over it: with the logits, or where the model can the best tokens alone.
+
+        ``settings`` are those of rows without requests.
+        """
         assert self.rows, "a step needs rows"
-        settings, _, rules = self._choice
+        settings, rules = self._choice.settings or settings, self._choice.rules
         of_drafts = rules if rules and rules.concern_drafts else None
         draws = partial(self._numbers, stream="drafts")
         context = replace(self._context, rows=settings, draws=draws, rules=of_drafts)

@@ -3,11 +3,12 @@
 A tree's tokens are checked as ``generate`` would choose them: from the root on, the logits of a node go through the
 logits processors with the node's own text, the next token is chosen from the result, and the walk goes on at the child
 with that token. So each new token is one call of the processors and of the stopping criteria, in the order of the text.
+With typical acceptance the processors see all nodes first, and the rule decides on the path and its tokens.
 
 B rows, N nodes of a tree, T tokens of a prompt or of a text with its padding, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -19,9 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import PromptTooLong
+from draftheads.settings import SamplingSettings
+from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Draft
+from draftheads.speculation.sampling import RowSettings
 from draftheads.utils.transfer import to_device
 
+Children = dict[tuple[int, int], int]  # the node of a token below a node
 _GROWTH = 256  # tokens by which texts get more room
 
 
@@ -34,6 +39,7 @@ class Texts:
     criteria: StoppingCriteriaList
     samples: bool  # draw the next token, or take the most likely one
     pad_id: int  # what follows an ended text
+    typical: SamplingSettings | None = None  # typical acceptance with these thresholds, of texts that are sampled
     streamer: BaseStreamer | None = None
     keeps_scores: bool = False  # processed logits
     keeps_logits: bool = False
@@ -74,16 +80,35 @@ class Texts:
         """The same of the model's own logits."""
         return None if self._logits is None else tuple(self._logits)
 
-    def extend(self, rows: Sequence[int], logits: Tensor) -> list[int]:
-        """The next tokens of unfinished rows, from their logits (b, V). Rows of the same length share a call."""
+    def at_nodes(self, rows: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """(b, N, V) what the processors make of the logits at all nodes of the trees behind these rows' texts."""
+        depths, ancestors = draft.depths.expand_as(draft.token_ids), draft.ancestors.expand(len(rows), -1, -1)
+        scores = logits.to(torch.float32, copy=True)
+        for place, row in enumerate(rows):
+            text = self._ids[row, : self.lengths[row]]
+            for depth in range(int(depths[place].amax()) + 1):
+                nodes = (depths[place] == depth).nonzero()[: None if depth else 1, 0]  # without those that fill up
+                on_path = ancestors[place, nodes, 1:].nonzero()[:, 1].view(len(nodes), depth) + 1
+                below = draft.token_ids[place, on_path].to(text.device)
+                ids: Any = torch.cat([text.expand(len(nodes), -1), below], 1)
+                processors = _of_rows(self.processors, torch.full_like(nodes, row))
+                scores[place, nodes] = processors(ids, scores[place, nodes].to(text.device)).to(scores.device)
+        return scores
+
+    def extend(self, rows: Sequence[int], logits: Tensor, tokens: Sequence[int] | None = None) -> list[int]:
+        """The next tokens of unfinished rows, from their logits (b, V). Rows of the same length share a call.
+
+        ``tokens`` are the next ones where they are decided already.
+        """
         chosen: dict[int, int] = {}
         lengths = [self.lengths[row] for row in rows]
         for length in dict.fromkeys(lengths):
             places = [place for place, other in enumerate(lengths) if other == length]
             members = [rows[place] for place in places]
             of_members = logits[to_device(places, logits.device)]  # a copy: processors may write into it
-            tokens = self._extend(members, of_members.to(self._ids.device, torch.float32))
-            chosen |= zip(members, tokens, strict=True)
+            decided = None if tokens is None else [tokens[place] for place in places]
+            new_ids = self._extend(members, of_members.to(self._ids.device, torch.float32), decided)
+            chosen |= zip(members, new_ids, strict=True)
         return [chosen[row] for row in rows]
 
     def stream(self) -> None:
@@ -95,7 +120,7 @@ class Texts:
             self.streamer.put(self._ids[:, place].cpu())
             self._streamed = place + 1
 
-    def _extend(self, rows: Sequence[int], logits: Tensor) -> list[int]:
+    def _extend(self, rows: Sequence[int], logits: Tensor, decided: list[int] | None) -> list[int]:
         """The same for rows of one length, whose logits may be changed; with ``together`` they are all that go on."""
         length, whole = self.lengths[rows[0]], self.together
         if length == self._ids.shape[1]:
@@ -108,6 +133,7 @@ class Texts:
         else:
             shown = index
             tokens = self._chosen(shown, length, logits, _of_rows(self.processors, index))
+        tokens = tokens if decided is None else torch.tensor(decided, device=index.device)
         self._ids[index, length] = tokens
         # criteria of their own may look at the scores of all tokens, which only rows that go together have
         has_ended = self.criteria(self._ids[shown, : length + 1], self.scores if whole else None)
@@ -127,7 +153,7 @@ class Texts:
                 if length - self._first == len(kept):
                     kept.append(values.new_zeros(len(self.lengths), values.shape[1]))
                 kept[length - self._first][rows] = values
-        return scores.softmax(-1).multinomial(1)[:, 0] if self.samples else scores.argmax(-1)
+        return scores.softmax(-1).multinomial(1)[:, 0] if self.samples and not self.typical else scores.argmax(-1)
 
     def _padding(self, like: Tensor) -> Tensor:
         return torch.full_like(like[:, :1], self.pad_id).expand(-1, _GROWTH)
@@ -193,11 +219,14 @@ class DraftedRows:
                 f"a text has {longest + 1:,} tokens and {self._engine.model.model_id} takes at most {limit:,}: "
                 "give generate a lower max_new_tokens"
             )
-        found = self._batch.verify()
+        typical, model = self._texts.typical, self._engine.model
+        own = [typical] * len(self._rows) if typical else []
+        settings = RowSettings.of(own, vocab_size=model.vocab_size, device=model.device) if own else None
+        found = self._batch.verify(settings=settings)
         self.num_steps += 1
         draft, logits = found.draft, found.logits
         assert logits is not None
-        paths, new_ids = self._walk(draft, logits)
+        paths, new_ids = self._walk(logits, *self._choices(draft, logits, settings))
         self._texts.stream()
         are_copied = torch.zeros_like(draft.token_ids) if draft.copied is None else draft.copied
         copied = [sum(row[node] for node in nodes) for row, nodes in zip(are_copied.tolist(), paths, strict=True)]
@@ -208,12 +237,30 @@ class DraftedRows:
         self._batch.note(found, counts, copied, [self._are_free] * len(paths))
         self._drop_ended()
 
-    def _walk(self, draft: Draft, logits: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def _choices(
+        self, draft: Draft, logits: Tensor, settings: RowSettings | None
+    ) -> tuple[list[Children], list[dict[int, int]] | None]:
+        """Where the walk may go in each row; with typical acceptance also the token that it takes at each node."""
+        if settings is None:
+            return _children(draft), None
+        scores = self._texts.at_nodes(self._rows, draft, logits)
+        found = accept(draft, scores, settings, scores.new_zeros(len(scores), draft.max_depth + 1))
+        children: list[Children] = []
+        decided: list[dict[int, int]] = []
+        parts = (found.path, found.num_accepted, found.next_ids, draft.token_ids)
+        for nodes, count, last, ids in zip(*(part.tolist() for part in parts), strict=True):
+            tokens = [*(ids[node] for node in nodes[1:count]), last]
+            decided.append(dict(zip(nodes, tokens, strict=False)))
+            children.append(dict(zip(zip(nodes, tokens, strict=False), nodes[1:count], strict=False)))
+        return children, decided
+
+    def _walk(
+        self, logits: Tensor, children: Sequence[Children], decided: Sequence[Mapping[int, int]] | None
+    ) -> tuple[list[list[int]], list[list[int]]]:
         """For each row the nodes that are accepted, root first, and the tokens that follow them.
 
         Runs the user's own code, so outside of inference mode.
         """
-        children = _children(draft)
         paths: list[list[int]] = [[0] for _ in self._rows]
         new_ids: list[list[int]] = [[] for _ in self._rows]
         going, limit = list(range(len(self._rows))), self._engine.model.max_positions or float("inf")
@@ -221,7 +268,8 @@ class DraftedRows:
         while going:
             nodes = [paths[row][-1] for row in going]
             at = logits[to_device(going, logits.device), to_device(nodes, logits.device)]
-            tokens = self._texts.extend([self._rows[row] for row in going], at)
+            tokens = None if decided is None else [decided[row][paths[row][-1]] for row in going]
+            tokens = self._texts.extend([self._rows[row] for row in going], at, tokens)
             unfinished = set(self._texts.unfinished)
             for row, token in zip(going, tokens, strict=True):
                 new_ids[row].append(token)
@@ -243,7 +291,7 @@ class DraftedRows:
             self._batch.keep(kept)
 
 
-def _children(draft: Draft) -> list[dict[tuple[int, int], int]]:
+def _children(draft: Draft) -> list[Children]:
     """For each row the node of a token below a node; of two, the first."""
     shape = draft.token_ids.shape
     parts = (draft.token_ids, draft.parents.expand(shape), draft.depths.expand(shape))

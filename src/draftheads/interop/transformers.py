@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import GenerationWarning, InvalidPrompt, InvalidSettings, PromptTooLong, require_bool
 from draftheads.interop.generate_loop import DraftedRows, Texts
 from draftheads.loading import Loadable, load
-from draftheads.settings import Precision
+from draftheads.settings import Precision, SamplingSettings
 from draftheads.speculation.shapes import Drafting, Sampled, TreeChoice
 
 _SAMPLED_WEIGHTS = 16  # numbers of each weight by which a change of the model is found
@@ -59,6 +59,9 @@ def custom_generate(
     precision: Precision = "auto",
     fast: bool = True,
     rows_together: bool | None = None,
+    acceptance: Literal["exact", "typical"] = "exact",
+    typical_epsilon: float | None = None,
+    typical_delta: float | None = None,
 ) -> "CustomGenerate":
     """A decoding loop with a draft head for transformers: ``model.generate(**inputs, custom_generate=…)``.
 
@@ -79,6 +82,11 @@ def custom_generate(
             in ``generate``. Then no row is ahead of another, and drafts gain less. None: only where a processor or
             criterion is not one of transformers' own that look at each row alone. Give False if yours look at each row
             alone and keep no state, and True for the same random numbers as in ``generate``.
+        acceptance: ``typical`` (Medusa section 3.3.1) is faster where ``generate`` samples, and **not lossless**: it
+            keeps draft tokens that are likely enough, by the scores that the logits processors give, and the token
+            after them is the most likely one. Greedy decoding does not change.
+        typical_epsilon: ε of typical acceptance; None is the default of :class:`SamplingSettings`.
+        typical_delta: δ of typical acceptance; √ε where left out.
 
     Raises:
         InvalidSettings: a wrong value. What concerns the model is found by the first call: it raises the errors of
@@ -91,7 +99,14 @@ def custom_generate(
             "a Sampled tree needs an acceptance rule of its own, which generate has not: give another"
         )
     options = {**drafting.keywords(), "tokenizer": tokenizer, "precision": precision, "fast": fast}
-    return CustomGenerate(options, rows_together=rows_together)
+    thresholds = {"typical_epsilon": typical_epsilon, "typical_delta": typical_delta}
+    given: dict[str, Any] = {name: value for name, value in thresholds.items() if value is not None}
+    if acceptance != "typical" and (given or acceptance != "exact"):
+        names = " and ".join(thresholds)
+        raise InvalidSettings(f"acceptance is {acceptance!r}; it must be 'exact', or 'typical' for {names}")
+    # the processors apply generate's own temperature
+    typical = SamplingSettings(temperature=1.0, acceptance="typical", **given) if acceptance == "typical" else None
+    return CustomGenerate(options, rows_together=rows_together, typical=typical)
 
 
 class CustomGenerate:
@@ -100,11 +115,14 @@ class CustomGenerate:
     Args:
         options: arguments of :func:`draftheads.load`.
         rows_together: as for :func:`custom_generate`.
+        typical: the thresholds of typical acceptance; None accepts exactly.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, rows_together: bool | None = None) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], *, rows_together: bool | None = None, typical: SamplingSettings | None = None
+    ) -> None:
         self.options = dict(options)
-        self.rows_together = rows_together
+        self.rows_together, self.typical = rows_together, typical
         self._engines: WeakKeyDictionary[Any, tuple[bytes, Engine]] = WeakKeyDictionary()
         self._lock = Lock()
 
@@ -137,16 +155,24 @@ class CustomGenerate:
         streamer = left_out.get("streamer") if streamer is None else streamer
         pad = getattr(config, "_pad_token_tensor", None)  # which generate prepares
         by_row = all(map(_looks_at_one_row, [*logits_processor, *stopping_criteria]))
+        together = not by_row if self.rows_together is None else self.rows_together
+        typical = self.typical if config.do_sample else None  # of a greedy text only the likeliest token is typical
+        if typical is not None and together:
+            raise InvalidSettings(
+                "with acceptance='typical' logits processors see the nodes of each row's tree, so rows cannot be kept "
+                "together: give rows_together=False if yours look at each row alone, or leave acceptance out"
+            )
         texts = Texts(
             prompts=input_ids,
             processors=logits_processor,
             criteria=stopping_criteria,
             samples=bool(config.do_sample),
+            typical=typical,
             pad_id=0 if pad is None else int(pad),
             streamer=streamer,
             keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
-            together=not by_row if self.rows_together is None else self.rows_together,
+            together=together,
         )
         rows = DraftedRows(engine, texts, prompts, most_tokens=stopping_criteria.max_length)
         rows.run()

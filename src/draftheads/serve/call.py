@@ -95,7 +95,9 @@ class Call(ABC):
             "drafted_by_depth": _sums([request.drafted_by_depth for request in requests]),
             "accepted_by_depth": _sums([request.accepted_by_depth for request in requests]),
         }
-        return {**counts, "prompt_tokens_details": {"cached_tokens": num_cached}, "draft": draft}
+        # said only where answers are not those of plain decoding
+        rule = {"acceptance": "typical"} if self.params.settings.acceptance == "typical" else {}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": num_cached}, "draft": draft, **rule}
 
     @cached_property
     def system_fingerprint(self) -> str:

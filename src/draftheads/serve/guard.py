@@ -32,6 +32,7 @@ class HttpLimits:
     max_tokens: int | None = None  # the longest answer that a request may want; None: as long as the model's texts
     request_seconds: float = 600.0  # from the request to the end of its answer
     schema_seconds: float = 2.0  # for a new grammar to be compiled, and for a chat template
+    allow_typical: bool = False  # whether a request may choose typical acceptance, which is not lossless
 
 
 _ACCESS = logging.getLogger("draftheads.access")

@@ -63,6 +63,8 @@ class ServeOptions(OptionGroup):
     head_folder: Path | None = None
     """Folder of draft heads that POST /admin/head may load. It may load the installed ones, too. DRAFTHEADS_ADMIN_KEY
     must have its key."""
+    allow_typical: bool = False
+    """Requests may ask for typical acceptance. It is faster and not lossless: answers are not those of the model."""
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
 
     def __post_init__(self) -> None:

@@ -24,11 +24,10 @@ from draftheads.serve.limited import Untried
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
-# settings whose fields have other names or forms, and those that a server does not have: answers are lossless
-_OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}
-_NOT_SERVED = {"acceptance", "typical_epsilon", "typical_delta"}
+_OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}  # their fields have other names or forms
+_OF_TYPICAL = ("typical_epsilon", "typical_delta")
 _SETTINGS = {field.name: field for field in dataclass_fields(SamplingSettings)}
-_SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE | _NOT_SERVED]  # these have fields of the same name
+_SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE]  # these have fields of the same name
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -225,6 +224,7 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
     try:
         engine.check_draft_nodes(fields.draft_nodes)
         settings = SamplingSettings(**sampling, logprobs=fields.num_logprobs, grammar=grammar)
+        _check_acceptance(fields, settings, allow_typical=service.limits.allow_typical)
         if grammar is not None and engine.grammars.may_be_slow(grammar):
             field = "tools" if fields.grammar is None else fields.names["form"]
             raise Untried(engine.grammars, grammar, field)  # before anything slow: the request is read again
@@ -232,6 +232,14 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
         raise api_error_of(error, param=_field_of(error)) from None
     lane = Lane(fields.model, fields.draft_nodes)
     return RequestParams(fields, engine, lane, settings, service.limits.schema_seconds)
+
+
+def _check_acceptance(fields: CommonFields, settings: SamplingSettings, *, allow_typical: bool) -> None:
+    if settings.acceptance != "typical":
+        for name in fields.model_fields_set.intersection(_OF_TYPICAL):
+            raise wrong(name, f"is for typical acceptance, and acceptance is {settings.acceptance!r}; leave it out")
+    elif not allow_typical:
+        raise wrong("acceptance", "is 'typical', which is not lossless; the server needs --allow-typical for it")
 
 
 def _max_tokens(fields: CommonFields, limit: int | None) -> int:

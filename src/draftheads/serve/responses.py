@@ -300,7 +300,7 @@ class ResponseEvents:
         thoughts = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
         usage = {"input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"]}
         usage |= {"output_tokens": counts["completion_tokens"], "output_tokens_details": thoughts}
-        usage |= {"total_tokens": counts["total_tokens"], "draft": counts["draft"]}
+        usage |= {name: counts[name] for name in ("total_tokens", "draft", "acceptance") if name in counts}
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": int(time.time())}
         response = self._response(status, output=self._output, usage=usage, **more)
         yield self._event(f"response.{status}", response=response)
