@@ -16,7 +16,7 @@ from draftheads.decode.request import GenerationResult
 from draftheads.distill import local
 from draftheads.distill import run as distillation
 from draftheads.distill.conversation import SELF_TALK, Dialogue, Prompt, mixed_seed
-from draftheads.distill.local import _add_result
+from draftheads.distill.local import add_result
 from draftheads.distill.run import distill
 from draftheads.errors import ChatTemplateWarning, DataError, StorageError, UnsupportedModel
 from draftheads.models.model import TargetModel
@@ -176,7 +176,7 @@ def test_self_talk_is_a_question_by_the_model_and_its_answer(
 def test_empty_or_unfinished_questions_are_dropped(tmp_path: Path, text: str, reason: Any):
     dialogue = Dialogue(Prompt((), None, SELF_TALK), index=0, options=options(tmp_path, num_self_talk=1))
     result = GenerationResult(text, (9, 2), 3, 1, reason)
-    _add_result(dialogue, SimpleNamespace(result=lambda: result), None)  # type: ignore[arg-type]
+    add_result(dialogue, SimpleNamespace(result=lambda: result), None)  # type: ignore[arg-type]
     assert (dialogue.is_over, dialogue.stop_reason, dialogue.record()) == (True, "no_question", None)
     assert (dialogue.num_tokens, dialogue.num_steps) == (2, 1)  # they cost time all the same
 

@@ -260,11 +260,21 @@ def test_a_folder_is_loaded_and_named_by_its_full_path(folder: Path, monkeypatch
 
 
 NOT_CAUSAL = "not a known causal language model"
+
+
+def halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no weights": ("model.safetensors", Path.unlink, "model"),
     "no tokenizer": ("tokenizer.json", Path.unlink, "model"),
-    "half of the weights": ("model.safetensors", lambda file: os.truncate(file, 1000), "cannot be loaded"),
-    "T5": ("config.json", lambda file: file.write_text(json.dumps(T5Config().to_dict())), NOT_CAUSAL),
+    "half of the weights": (
+        "model.safetensors",
+        lambda file: os.truncate(file, file.stat().st_size // 2),
+        "cannot be loaded",
+    ),
+    "T5": ("config.json", lambda file: file.write_text(json.dumps(T5Config(d_model=8).to_dict())), NOT_CAUSAL),
     "an unknown type": ("config.json", lambda file: file.write_text('{"model_type": "no-such-type"}'), NOT_CAUSAL),
 }
 
