@@ -109,7 +109,7 @@ def test_only_heads_of_the_folder_can_be_named(server: ServerProcess) -> None:
 
 
 def test_heads_of_anything_but_files_in_the_folder_are_refused(server: ServerProcess, world: Path) -> None:
-    """No pipe that never ends, no folder, no link out or to itself, and nothing of a file's content is told."""
+    """A pipe, a folder, and a link out of the folder or to itself are refused; no error shows a file's content."""
     (world / "private").write_text('{"format_version": 1, "top-secret": 1}')
     put = {
         "pipe": os.mkfifo,
