@@ -24,7 +24,7 @@ from draftheads_papers.studies import folder_name, options_of
 
 EXPECTED = {
     *(f"medusa-{part}" for part in ("table-1", "table-2", "figure-4b", "figure-6", "figure-7")),
-    *(f"hydra-figure-{number}" for number in range(2, 7)),
+    *(f"hydra-figure-{number}" for number in range(2, 10)),
     *(f"hydra-{part}" for part in ("table-1", "table-2", "section-3-1", "section-6-3", "appendix-d")),
     *(f"amphista-table-{number}" for number in range(1, 11)),
     "amphista-figure-1",
