@@ -42,7 +42,9 @@ def test_its_entry_point_is_the_command() -> None:
         ("medusa-tabel-1", "no table 'medusa-tabel-1'; did you mean medusa-table-1?"),
         ("./mine.toml", "no table './mine.toml'; `draftheads reproduce` lists them"),
         ("medusa-figure-7 --train epochs", "--train is 'epochs'; give NAME=VALUE"),
-        ("hydra-figure-5", "hydra-figure-5 trains .*: give --data FILE…, or --quick"),
+        ("hydra-figure-5", "hydra-figure-5 trains .*: give --data FILE…, --quick, or your own --heads"),
+        ("hydra-figure-5 hydra-figure-5", "hydra-figure-5 is given twice"),
+        ("hydra-figure-5 hydra-tabel-1", "no table 'hydra-tabel-1'; did you mean hydra-table-1?"),
     ],
 )
 def test_impossible_commands(run: Run, arguments: str, words: str, tmp_path: Path) -> None:
@@ -63,15 +65,15 @@ def test_a_table_is_written_and_shown_whole(here: Path, run: Run, parts: int) ->
     (here / "four.jsonl").write_text("\n".join(map(json.dumps, lines)))
     command = ["reproduce", "./mine.toml", "--model", "./model", "--prompts", "four.jsonl"]
     shown = run([*command, "--out", "out"]).out
-    text = (here / "out" / "table.md").read_text()
+    text = (here / "out" / "mine.md").read_text()
     assert "(2.50)" in text or "(2.5)" in text
     assert ("kind 3 tokens/step" in text) == (parts == 4)
     assert "…" not in shown, "no column is cut"
     assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
     assert "hydra" in shown
     assert ("kind 3 tokens/step" in shown) == (parts == 4), "a wide table has its columns as lines"
-    assert "wrote out/table.md and out/table.json" in shown
-    record = json.loads((here / "out" / "table.json").read_text())
+    assert "wrote out/mine.md and out/mine.json" in shown
+    record = json.loads((here / "out" / "mine.json").read_text())
     assert record["cells"]["hydra"]["all tokens/step"] >= 1
 
 
@@ -102,7 +104,7 @@ def test_each_row_is_over_the_plain_decoding_that_is_printed(here: Path, run: Ru
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": f"a dog {n}"}) for n in range(4)))
     command = ["reproduce", "./candidates.toml", "--model", "./model", "--prompts", "four.jsonl", "--quick"]
     shown = run([*command, "--out", "out"]).out
-    record = json.loads((here / "out" / "table.json").read_text())
+    record = json.loads((here / "out" / "candidates.json").read_text())
     assert list(record["cells"]) == [
         f"{way}, prompt {n}" for n in (4, 6) for way in ("plain", "hydra, k = 1", "hydra, k = 3")
     ]
@@ -115,3 +117,41 @@ def test_each_row_is_over_the_plain_decoding_that_is_printed(here: Path, run: Ru
     assert "k = 9" not in shown, "nobody measured it"
     assert "A quick run: 3 questions, answers of at most 6 tokens, fp32" in " ".join(shown.split())
     assert "The paper's baseline is IBM's own inference code" in " ".join(shown.split())
+
+
+TRAINED = """
+title = "Trained"
+source = "me, table 2"
+needs = "nothing"
+load = { precision = "fp32" }
+values = ["tokens_per_step"]
+[shared]
+num_heads = 2
+draft_vocab_size = 0
+[variants.one]
+method = "medusa"
+[runs.""]
+trees = ["chain"]
+num_nodes = [3]
+max_new_tokens = 6
+num_calibration_prompts = 2
+"""
+
+
+def test_tables_of_one_command_are_trained_first_and_share_heads(here: Path, run: Run) -> None:
+    for name in ("first", "second"):
+        (here / f"{name}.toml").write_text(TRAINED)
+    (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": f"a dog {n}"}) for n in range(4)))
+    chats = [[{"role": role, "content": "a dog in the fog"} for role in ("user", "assistant")] for _ in range(20)]
+    (here / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    command = ["reproduce", "first.toml", "second.toml", "--model", "./model", "--prompts", "four.jsonl"]
+    shown = run([*command, "--data", "chats.jsonl", "--train", "epochs=1", "max_tokens=500", "--out", "both"])
+    names = sorted(path.name for path in (here / "both").iterdir())
+    assert names == ["first.json", "first.md", "heads", "second.json", "second.md"]
+    (head,) = (here / "both" / "heads").iterdir()
+    assert head.name.startswith("one-")
+    log = shown.out + shown.err
+    assert log.index("variant 1 of 1") < log.index("wrote both/first.md") < log.index("wrote both/second.md")
+    run([*command, "--heads", "./hydra", "--out", "own"])
+    assert sorted(path.name for path in (here / "own").iterdir()) == names[:2] + names[3:], "nothing is trained"
+    assert json.loads((here / "own" / "first.json").read_text())["cells"].keys() == {"plain", "hydra"}

@@ -14,12 +14,21 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import Row
 from draftheads.data.records import Record
 from draftheads.data.texts import read_texts
-from draftheads.errors import DataError, InvalidSettings, ModelNotFound
+from draftheads.errors import DataError, InvalidSettings, ModelNotFound, UnknownMethod
 from draftheads.utils.progress import NoProgress
 from draftheads_papers import reproduce as reproduce_module
+from draftheads_papers.measures import measures_of
 from draftheads_papers.options import table_names
 from draftheads_papers.paper_tables import PaperTable, blocks_of, cells_of, intervals_of, markdown_of, read_table
-from draftheads_papers.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
+from draftheads_papers.reproduce import (
+    _top,
+    _with_our_category,
+    losses_of,
+    questions_of,
+    quick_settings,
+    reproduce,
+    trained_for,
+)
 from draftheads_papers.studies import Variant, options_of
 from fake_progress import FakeProgress
 from families import saved_model
@@ -90,7 +99,8 @@ def test_losses_are_of_five_steps_with_both_ends_and_of_held_out_text(tmp_path: 
     log = [{"step": step, "head_losses": [10.0 - step, 20.0 - step]} for step in range(1, 10)]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     report = SimpleNamespace(losses=[0.5, 0.75])
-    cells = losses_of(Variant("mine", tmp_path, report))  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(out=tmp_path, joint=None)
+    cells = losses_of(Variant("mine", options, report))  # type: ignore[arg-type]
     assert list(cells) == [*(f"mine, step {step}" for step in (1, 2, 4, 6, 9)), "mine, held-out"]
     assert cells["mine, step 9"] == {"loss head 1": 1.0, "loss head 2": 11.0}
     assert cells["mine, held-out"] == {"loss head 1": 0.5, "loss head 2": 0.75}
@@ -212,15 +222,25 @@ STUDY = replace(
 )
 
 
+BUDGET: dict[str, Any] = {"max_tokens": 600, "epochs": 1}
+
+
+def rebuilt(
+    table: PaperTable, folder: Path, out: Path, *, progress: Any = None, quick: bool = False, **budget: Any
+) -> Any:
+    """A table of the model in the folder: its variants are trained, and then it is measured."""
+    model, shown = str(folder / "model"), progress or NoProgress()
+    budget = {"data": () if quick else (folder / "chats.jsonl",), **budget}
+    (variants,) = trained_for([table], model, out, budget, quick=quick, progress=shown)
+    questions, measures = str(folder / "questions.jsonl"), measures_of(table.quality, {})
+    return reproduce(table, model, (), variants, progress=shown, quick=quick, prompts=questions, quality=measures)
+
+
 def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train = {"max_tokens": 600, "epochs": 1}
     progress = FakeProgress()
 
     def run() -> Any:
-        return reproduce(
-            STUDY, str(folder / "model"), out=tmp_path, data=(folder / "chats.jsonl",), train=train,
-            progress=progress, prompts=str(folder / "questions.jsonl"),
-        )  # fmt: skip
+        return rebuilt(STUDY, folder, tmp_path, progress=progress, **BUDGET)
 
     originals: list[Any] = []
     compare = reproduce_module.compare_heads
@@ -248,60 +268,92 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
         "comparison 2 of 2: tuned",
     ]
     assert originals == [None, str(folder / "model")], "a tuned model's answers are scored by what it was tuned from"
-    started = json.loads((tmp_path / "tuned" / "metrics.json").read_text())["options"]["start_from"]
-    assert started == str(tmp_path / "one")
+    (one,), (tuned,) = (list((tmp_path / "heads").glob(f"{name}-*")) for name in ("one", "tuned"))
+    assert json.loads((tuned / "metrics.json").read_text())["options"]["start_from"] == str(one)
     assert list(found.record["cells"]) == ["plain", "one", "tuned, plain", "tuned"]
     assert found.record["cells"]["one"].keys() == {"× plain", "tokens/step", "agreement"}
     assert found.record["cells"]["tuned"]["agreement"] == 100.0
-    assert (tmp_path / "tuned" / "adapter").is_dir()
+    assert (tuned / "adapter").is_dir()
     assert found.record["variants"].keys() == {"one", "tuned"}
-    weights = (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns
+    weights = (one / "model.safetensors").stat().st_mtime_ns
     run()
-    assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == weights, "nothing is trained again"
+    assert (one / "model.safetensors").stat().st_mtime_ns == weights, "nothing is trained again"
+
+
+def test_tables_in_one_folder_share_heads_of_the_same_name_and_settings(folder: Path, tmp_path: Path):
+    medusa: dict[str, Any] = {"method": "medusa"}
+    first = replace(STUDY, variants={"one": medusa})
+    second = replace(STUDY, variants={"two": medusa, "one": {**medusa, "recipe": None}})  # a default is no difference
+    third = replace(STUDY, variants={"one": {**medusa, "depth_decay": 0.5}})
+    progress, budget = FakeProgress(), {**BUDGET, "data": (folder / "chats.jsonl",)}
+    more: dict[str, Any] = {"quick": False, "progress": progress}
+    (one,), (two, same), (other,) = trained_for([first, second, third], str(folder / "model"), tmp_path, budget, **more)
+    trained = [stage for stage in progress.stages if stage.startswith("variant")]
+    assert trained == ["variant 1 of 3: one", "variant 2 of 3: two", "variant 3 of 3: one"]
+    assert one.head == same.head != other.head
+    assert [each.options.depth_decay for each in (one, other)] == [0.8, 0.5]
+    assert len({one.head, two.head, other.head}) == len([*(tmp_path / "heads").iterdir()]) == 3
+    metrics = [json.loads((each.head / "metrics.json").read_text())["options"]["depth_decay"] for each in (one, other)]
+    assert metrics == [0.8, 0.5], "each folder has the head of its settings"
+    before = (one.head / "model.safetensors").stat().st_mtime_ns
+    longer = {**budget, "epochs": 2, "save_steps": 7}
+    ((again,),) = trained_for([first], str(folder / "model"), tmp_path, {**budget, "save_steps": 7}, **more)
+    ((new,),) = trained_for([first], str(folder / "model"), tmp_path, longer, **more)
+    assert again.head == one.head != new.head, "another budget is another head"
+    assert (one.head / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_all_settings_are_checked_before_anything_is_trained(folder: Path, tmp_path: Path):
+    tables = [replace(STUDY, variants={name: {"method": name}}) for name in ("medusa", "medussa")]
+    budget = {**BUDGET, "data": (folder / "chats.jsonl",)}
+    with pytest.raises(UnknownMethod, match="medussa"):
+        trained_for(tables, str(folder / "model"), tmp_path, budget, quick=False, progress=NoProgress())
+    assert not [*tmp_path.iterdir()]
 
 
 def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path: Path):
-    train = {"max_tokens": 600, "epochs": 2, "batch_tokens": 64}
+    budget = {"max_tokens": 600, "epochs": 2, "batch_tokens": 64}
     table = replace(STUDY, variants={"one": {"method": "medusa"}}, measured="losses")
-    more: dict[str, Any] = {"out": tmp_path, "data": (folder / "chats.jsonl",), "train": train}
-    more["progress"] = NoProgress()
-    cells = reproduce(table, str(folder / "model"), **more).record["cells"]
+    cells = rebuilt(table, folder, tmp_path, **budget).record["cells"]
     assert {name for row in cells.values() for name in row} == {"loss head 1", "loss head 2"}
     *during, last = cells
     assert last == "one, held-out"
     assert len(during) >= 3
     assert cells[during[0]]["loss head 1"] > cells[during[-1]]["loss head 1"]
-    more["prompts"] = str(folder / "questions.jsonl")
-    runs = {"": {**STUDY.runs[""], "trees": ["static"]}}
-    cells = reproduce(replace(table, measured="accuracy", runs=runs), str(folder / "model"), **more).record["cells"]
+    table = replace(table, runs={"": {**STUDY.runs[""], "trees": ["static"]}})
+    cells = rebuilt(replace(table, measured="accuracy"), folder, tmp_path, **budget).record["cells"]
     assert cells["one"].keys() == {f"top-{k} head {head}" for k in (1, 5) for head in (1, 2)}
     assert cells["one"]["top-1 head 1"] <= cells["one"]["top-5 head 1"] <= 100
-    cells = reproduce(replace(table, measured="drafting", runs=runs), str(folder / "model"), **more).record["cells"]
+    cells = rebuilt(replace(table, measured="drafting"), folder, tmp_path, **budget).record["cells"]
     assert cells["one"].keys() == {"prefix", "head 1", "head 2"}
+
+
+def test_losses_are_of_heads_that_are_trained():
+    with pytest.raises(InvalidSettings, match="ibm-figure-2 has the losses of training: leave out --heads"):
+        reproduce(read_table("ibm-figure-2"), "nowhere", ["medusa"], progress=NoProgress())
 
 
 def test_a_quick_run_trains_on_the_model_s_own_answers(folder: Path, tmp_path: Path):
     table = replace(STUDY, variants={"one": {"method": "medusa"}})
-    more: dict[str, Any] = {"out": tmp_path, "progress": NoProgress(), "prompts": str(folder / "questions.jsonl")}
-    with pytest.raises(InvalidSettings, match="mine trains one: give --data FILE…, or --quick"):
-        reproduce(table, str(folder / "model"), **more)
-    found = reproduce(table, str(folder / "model"), quick=True, limit=2, **more)
-    assert (tmp_path / "chats.jsonl").is_file()
+    with pytest.raises(InvalidSettings, match="mine trains one: give --data FILE…, --quick, or your own --heads"):
+        rebuilt(table, folder, tmp_path, data=())
+    found = rebuilt(table, folder, tmp_path, quick=True)
+    assert len([*tmp_path.glob("chats-*.jsonl")]) == 1
     assert found.record["cells"]["one"]["tokens/step"] >= 1
     assert found.record["quick"]
 
 
 def test_a_quick_run_in_two_stages_begins_with_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    given: list[dict[str, Any]] = []
     chats = tmp_path / "chats.jsonl"
     chats.touch()
-    monkeypatch.setattr(reproduce_module, "train_variants", lambda *args: (given.append(args[3]), [])[1])
-    for name, train in (("ibm-figure-2", {}), ("hydra-figure-5", {}), ("ibm-figure-2", {"text": (chats,)})):
-        table = replace(read_table(name), measured="losses")
-        reproduce(table, "nowhere", out=tmp_path, train=train, progress=NoProgress(), quick=True)
+    monkeypatch.setattr(reproduce_module, "own_chats", lambda *_, **__: chats)
+    found = [
+        reproduce_module.quick_budget(read_table(name), "nowhere", tmp_path, {"data": (), **train}, NoProgress())
+        for name, train in (("ibm-figure-2", {}), ("hydra-figure-5", {}), ("ibm-figure-2", {"text": (chats,)}))
+    ]
     own = tmp_path / "text.jsonl"
-    assert [each.get("text") for each in given] == [(own,), None, (chats,)]
-    assert [each.get("max_length") for each in given] == [256, None, 256], "a few blocks, some of them held out"
+    assert [each.get("text") for each in found] == [(own,), None, (chats,)]
+    assert [each.get("max_length") for each in found] == [256, None, 256], "a few blocks, some of them held out"
     texts = [text for text, _ in read_texts(own)]
     assert len(texts) > 100
     assert all(texts)
@@ -330,9 +382,9 @@ def test_questions_of_some_categories():
     assert len(asked(batches, limit=None, quick=True)) == 8, "they fill the largest batch"
 
 
-def test_a_model_without_bundled_heads_needs_heads(folder: Path, tmp_path: Path):
+def test_a_model_without_bundled_heads_needs_heads(folder: Path):
     with pytest.raises(ModelNotFound, match=r"no head 'medusa': .*; none is installed for "):
-        reproduce(replace(TABLE, heads=("medusa",)), str(folder / "model"), out=tmp_path, progress=NoProgress())
+        reproduce(replace(TABLE, heads=("medusa",)), str(folder / "model"), progress=NoProgress())
 
 
 def test_options_of_a_variant_are_its_recipe_s_its_own_and_the_budget_s(tmp_path: Path):

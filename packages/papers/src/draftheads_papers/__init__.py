@@ -3,9 +3,8 @@
 from draftheads.cli.main import Command
 
 REPRODUCE = Command(
-    "rebuild a table or figure of a paper for your model",
+    "rebuild tables and figures of papers for your model",
     "draftheads_papers.options",
     continues=True,
     module="draftheads_papers.command",
-    first="table",
 )

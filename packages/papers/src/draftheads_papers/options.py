@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from draftheads.errors import InvalidSettings, close_name
 from draftheads.utils.files import user_path
@@ -13,18 +15,19 @@ _FOLDER = Path(__file__).with_name("tables")
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """Rebuild a table or figure of a paper for a model and its heads, beside the published numbers.
+    """Rebuild tables or figures of papers for a model and its heads, beside the published numbers.
 
-    Without a table, all of them are listed with what they need. An interrupted run continues with the same command. A
+    Without a table, all of them are listed with what they need. Heads of several tables are trained first, and those of
+    the same name and settings once. An interrupted run continues with the same command. A
     file of your own (.toml) can extend a table and change any of its fields.
     """
 
-    table: str | None = None
-    """The table: a name, or your own file (.toml)."""
+    tables: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Tables. Names, or your own files (.toml)."""
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ()
-    """Draft heads in place of the table's."""
+    """Draft heads in place of the table's. Then nothing is trained."""
     quick: bool = False
     """A short run. One question of each category, short answers, at most three values of each setting, and training on
     3,000 tokens of the model's own answers if there is no --data."""
@@ -38,12 +41,13 @@ class ReproduceOptions:
     """Settings of training for all heads. NAME=VALUE, such as max_tokens=100000, epochs=2 or text=FILE."""
     quality: tuple[MeasureName, ...] = ()
     """Measures of the answers in place of the table's."""
-    out: Path | None = None
-    """Folder for trained heads, table.md and table.json. Default: the name of the table."""
+    out: Path = Path("reproduced")
+    """Folder for the results. TABLE.md and TABLE.json of each table, and the trained heads, which tables share."""
 
     def __post_init__(self) -> None:
-        if self.table is not None:
-            table_path(self.table)  # raises before anything slow is imported
+        names = [table_path(name).stem for name in self.tables]  # raises before anything slow is imported
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidSettings(f"{twice} is given twice, but its result has one place: {twice}.md in --out")
 
 
 def table_names() -> list[str]:

@@ -17,7 +17,6 @@ from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import machine_in_words, provenance
-from draftheads_papers.measures import measures_of
 from draftheads_papers.paper_tables import (
     BASELINES,
     Block,
@@ -30,7 +29,7 @@ from draftheads_papers.paper_tables import (
     intervals_of,
     markdown_of,
 )
-from draftheads_papers.studies import FEW_TOKENS, Variant, own_chats, own_text, train_variants
+from draftheads_papers.studies import FEW_TOKENS, Variant, folder_name, own_chats, own_text, planned, train_all
 
 _ON_A_CPU = """\
 × plain is about tokens/step divided by overhead. A GPU verifies 64 nodes in nearly the time of one token: it waits for
@@ -61,15 +60,37 @@ class Reproduction:
         return list(markdown_of(self.blocks))
 
 
+def trained_for(
+    tables: Sequence[PaperTable], model: str, out: Path, budget: Mapping[str, Any], *, quick: bool, progress: Progress
+) -> list[list[Variant]]:
+    """Trains the variants of tables, those that several have once; what ``out`` has already is not trained again.
+
+    Args:
+        tables: whose variants are trained; the result has a list for each.
+        model: a name, a folder or a Hugging Face id.
+        out: the folder of trained variants.
+        budget: settings of training for all variants, such as ``data``, ``max_tokens``, ``epochs`` and ``text``.
+        quick: a small budget where none is given.
+        progress: receives each stage.
+    """
+    for table in tables:
+        if table.variants and not budget["data"] and not quick:
+            fix = "give --data FILE…, --quick, or your own --heads"
+            raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: {fix}")
+    budgets = [
+        quick_budget(table, model, out, budget, progress) if quick and table.variants else budget for table in tables
+    ]
+    plans = [planned(table, model, out, budget) for table, budget in zip(tables, budgets, strict=True)]
+    return train_all(plans, progress)
+
+
 def reproduce(
     table: PaperTable,
     model: str,
     heads: Sequence[str] = (),
+    variants: Sequence[Variant] = (),
     *,
-    out: Path,
     progress: Progress,
-    data: Sequence[Path] = (),
-    train: Mapping[str, Any] | None = None,
     quick: bool = False,
     prompts: str | None = None,
     limit: int | None = None,
@@ -80,25 +101,16 @@ def reproduce(
     Args:
         table: what is measured.
         model: a name, a folder or a Hugging Face id.
-        heads: in place of the table's. Variants of a table are trained instead.
-        out: the folder of trained variants.
+        heads: in place of the table's, and of its variants.
+        variants: of the table, trained by :func:`trained_for`.
         progress: receives each stage.
-        data: chats on which variants are trained.
-        train: settings of training for all variants, such as ``max_tokens``, ``epochs`` and ``text``.
-        quick: bounded work: few questions, short answers, few values of each setting, little training.
+        quick: bounded work: few questions, short answers, few values of each setting.
         prompts: questions in place of the table's.
         limit: questions of each category.
-        quality: names of measures in place of the table's.
+        quality: measures of the answers, see :func:`draftheads_papers.measures.measures_of`.
     """
-    measures = measures_of(quality or table.quality, table.judge)  # raises what would fail after hours
-    variants: list[Variant] = []
-    if table.variants:
-        if not data and not quick:
-            raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: give --data FILE…, or --quick")
-        budget = {"data": tuple(data), **(train or {})}
-        if quick:
-            budget = quick_budget(table, model, out, budget, progress)
-        variants = train_variants(table, model, out, budget, progress)
+    if table.measured == "losses" and not variants:
+        raise InvalidSettings(f"{table.name} has the losses of training: leave out --heads")
     cells: Cells = {}
     intervals: Cells = {}
     finished: list[Comparison] = []
@@ -117,7 +129,7 @@ def reproduce(
                 settings=settings,
                 drafting=Drafting(draft_model=table.draft_model or None),
                 transformers=table.transformers,
-                quality=measures,
+                quality=quality,
                 original_model=model if task.tuned else None,
                 keep=True,
                 progress=progress,
@@ -200,10 +212,9 @@ class _Task:
 
 def _tasks(model: str, heads: Sequence[str], variants: Sequence[Variant]) -> list[_Task]:
     frozen = [one for one in variants if one.model is None]
-    tasks = [] if variants else [_Task(model, list(heads), {})]
-    if frozen:
-        tasks.append(_Task(model, [str(one.head) for one in frozen], {one.head.name: one.name for one in frozen}))
-    return tasks + [
+    names = {one.head.name: one.name for one in frozen}
+    together = [_Task(model, [*heads, *(str(one.head) for one in frozen)], names)] if heads or frozen else []
+    return together + [
         _Task(str(one.model), [str(one.head)], {one.head.name: one.name, PLAIN: f"{one.name}, plain"}, one.name)
         for one in variants
         if one.model is not None
@@ -261,7 +272,8 @@ def quick_budget(
     if not given["data"]:
         budget |= {"max_tokens": FEW_TOKENS, "epochs": 1}
         most = given.get("max_tokens", FEW_TOKENS)
-        given = {**given, "data": (own_chats(model, out / "chats.jsonl", most, progress, **table.load),)}
+        chats = out / f"chats-{folder_name(model)}-{most}.jsonl"
+        given = {**given, "data": (own_chats(model, chats, most, progress, **table.load),)}
         if table.has_text_stage and "text" not in given:
             budget["text"] = (own_text(out / "text.jsonl"),)
     return {**budget, **given}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from draftheads.train.run import train
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import Progress
+from draftheads.utils.provenance import as_json_values, identity_digest
 from draftheads_papers.paper_tables import PaperTable
 
 _TIMES = 3  # sampled answers to each prompt, besides the greedy one
@@ -30,29 +31,52 @@ class Variant:
     """A trained variant."""
 
     name: str
-    head: Path
+    options: TrainOptions
     report: Report
-    model: Path | None = None  # the adapter of a tuned model
+
+    @property
+    def head(self) -> Path:
+        return head_of(self.options)
+
+    @property
+    def model(self) -> Path | None:
+        """The adapter of a tuned model."""
+        return self.options.out / ADAPTER_FOLDER if self.options.joint else None
 
 
-def train_variants(
-    table: PaperTable, model: str, out: Path, budget: Mapping[str, Any], progress: Progress
-) -> list[Variant]:
-    """Trains all variants of a table on a budget, see :func:`options_of`; what was trained is not trained again."""
-    found: list[Variant] = []
-    for number, (name, changes) in enumerate(table.variants.items(), 1):
-        progress.stage(f"variant {number} of {len(table.variants)}: {name}")
-        folder = out / folder_name(name)
-        options = options_of({**table.shared, **changes}, model, folder, budget)
-        start = changes.get("after")  # the heads of another variant
-        if start is not None:
-            heads = next(variant.head for variant in found if variant.name == start)
-            options = replace(options, start_from=str(heads))
+def head_of(options: TrainOptions) -> Path:
+    return options.out / HEAD_FOLDER if options.joint else options.out
+
+
+def planned(table: PaperTable, model: str, out: Path, budget: Mapping[str, Any]) -> dict[str, TrainOptions]:
+    """The options of all variants of a table on a budget, see :func:`options_of`, by their names.
+
+    Each has a folder of its own in ``out``, which differs for other settings: variants of several tables that have the
+    same name and settings are trained once.
+    """
+    found: dict[str, TrainOptions] = {}
+    for name, changes in table.variants.items():
+        options = options_of({**table.shared, **changes}, model, out, budget)
+        usual = {**options.defaults(), "out": str(out), "resume": True, "save_steps": options.save_steps}
+        own = {key: value for key, value in sorted(as_json_values(vars(options)).items()) if value != usual.get(key)}
+        if (start := changes.get("after")) is not None:  # with the heads of another variant
+            own["start_from"] = found[start].out.name
+            options = replace(options, start_from=str(head_of(found[start])))
+        folder = f"{folder_name(name)}-{identity_digest(own)[:6]}"
+        found[name] = replace(options, out=out / "heads" / folder)
+    return found
+
+
+def train_all(plans: Sequence[Mapping[str, TrainOptions]], progress: Progress) -> list[list[Variant]]:
+    """Trains what is planned for tables, each folder once; what was trained is not trained again."""
+    names = {options.out: (name, options) for plan in plans for name, options in plan.items()}
+    reports: dict[Path, Report] = {}
+    for number, (folder, (name, options)) in enumerate(names.items(), 1):
+        progress.stage(f"variant {number} of {len(names)}: {name}")
         report = train(options, progress)
         assert report is not None
-        head, tuned = (folder / HEAD_FOLDER, folder / ADAPTER_FOLDER) if options.joint else (folder, None)
-        found.append(Variant(name, head, report, tuned))
-    return found
+        reports[folder] = report
+    return [[Variant(name, options, reports[options.out]) for name, options in plan.items()] for plan in plans]
 
 
 def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Mapping[str, Any]) -> TrainOptions:
