@@ -126,7 +126,7 @@ def test_the_folder_holds_adapter_head_and_movement(chats: Path, tuned: Path):
 def test_the_best_step_has_its_head_and_its_adapter(tmp_path: Path):
     """The held-out loss rises at a far too high learning rate."""
     data = write_chats(tmp_path / "counting.jsonl", counting_chats(60))
-    settings = joint_options(tmp_path / "out", data, learning_rate=0.3, epochs=6, loss="hard", save_steps=2)
+    settings = joint_options(tmp_path / "out", data, learning_rate=1.0, epochs=6, loss="hard", save_steps=2)
     report, best = train_jointly_for(chat_model(), settings), settings.out / "best"
     losses = {line["step"]: fmean(line["losses"]) for line in lines(settings.out, "validation.jsonl")}
     assert report.best_step == min(losses, key=losses.__getitem__) < report.num_steps
