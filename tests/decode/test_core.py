@@ -11,6 +11,7 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request, StreamEvent
+from draftheads.decode.waiting import ReadingTurns
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import Mixed
 from draftheads.errors import TooLarge
@@ -22,6 +23,16 @@ from scheduler_world import assert_plain, request_of
 
 SHORT = [[3, 4, 5], [9, 8, 7, 6], [11, 5]]
 LONG = [5 + n % 13 for n in range(140)]  # two blocks of the cache
+
+
+def test_who_comes_anew_begins_with_the_least_time_of_those_that_were_read_together(engine: Engine) -> None:
+    busy, idle, new = requests = [request_of(engine, prompt) for prompt in SHORT]
+    busy.client, idle.client, new.client = "busy", "idle", "new"
+    turns = ReadingTurns(None)
+    for clients, seconds in (([busy], 9.0), ([busy, idle], 2.0)):
+        turns.order([busy, idle])
+        turns.note_reading(dict.fromkeys(clients, 1), seconds, is_beside=False)
+    assert turns.order(requests) == [new, idle, busy]
 
 
 @pytest.fixture

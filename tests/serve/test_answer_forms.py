@@ -394,6 +394,25 @@ def test_calls_in_a_text_however_it_is_cut(case: str, cuts: list[int]):
     assert (content, [call for part in parts for call in part.calls], thought) == (*expected, "")[:3]
 
 
+HALF = '"\\ud83d"'  # of a character: no client can send it back
+UNREADABLE = {
+    "qwen3.5": f"<tool_call><function=a></function><function=a><parameter=b>{HALF}</parameter></function></tool_call>",
+    "glm": f"<tool_call>a<arg_key>b</arg_key><arg_value>{HALF}</arg_value></tool_call>",
+    "lfm2": f"<|tool_call_start|>[a(b=1), a(b={HALF})]<|tool_call_end|>",
+    "granite": f'<|tool_call|>[{{"name": "a", "arguments": {{}}}}, {{"name": "a", "arguments": {{"b": {HALF}}}}}]',
+    "mistral": f'[TOOL_CALLS]a[ARGS]{{}}[TOOL_CALLS]a[ARGS]{{"b": {HALF}}}',
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_calls_are_text_where_one_of_them_cannot_be_read(name: str):
+    """None of them vanishes."""
+    form, texts = AnswerForm(FAMILIES[name].form, None, shows_tools=True), UNREADABLE[name]
+    found = AnswerText(form, {}).push(texts, is_end=True)
+    assert (found.texts(), found.calls) == ({"content": texts}, [])
+    assert AnswerText(form, {}).push(texts.replace(HALF, '"c"'), is_end=True).calls
+
+
 def test_text_that_is_no_tag_is_not_held_back():
     assert AnswerText(AnswerForm(None, None, shows_tools=False)).push("1 < 2 and 3").content == [(0, "1 < 2 and 3")]
 

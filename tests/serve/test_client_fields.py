@@ -18,7 +18,7 @@ from draftheads.serve.fields import ApiError, validation_error
 from draftheads.serve.limited import Untried
 from draftheads.serve.responses import ResponseFields, read_response
 from draftheads.settings import Grammar
-from serve_world import NAME, USER, Running
+from serve_world import NAME, USER, Running, answered, check_wrong
 
 CHAT = {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a"}}]}
 RESPONSE = {"input": "a", "tools": [{"type": "function", "name": "a"}]}
@@ -180,6 +180,33 @@ def test_allowed_tools(choice: Any, shown: str | None, forced: str | None, serve
     of_call = ((), ()) if call.tools is None else (call.tools.tools, call.tools.forced)
     assert of_call == (tuple(map(function, shown)), tuple(forced or ()))
     assert [f'"name": "{name}"' in server.prompt_of(call) for name in "abc"] == [name in shown for name in "abc"]
+
+
+@pytest.mark.parametrize(("name", "is_call"), [("a", True), ("b", False), ("other", True)])
+def test_a_call_of_a_tool_that_is_not_allowed_is_text(name: str, is_call: bool, server: Running):
+    """One that no tool has is the client's to answer, as without the field."""
+    text, tools = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', [function(each) for each in "ab"]
+    found = answered(server, text, step=3, tools=tools, tool_choice=chosen("auto", "a"))
+    expected = ("", [(name, "{}")], "tool_calls") if is_call else (text, [], "stop")
+    assert (found["content"], found["calls"], found["reason"]) == expected
+
+
+def test_what_open_webui_sends_to_servers_other_than_ollama(server: Running):
+    """Its own fields stay in its backend, and the settings of a model that it does not know pass through."""
+    tuning = {"keep_alive": "5m", "num_batch": 512, "num_gpu": 1, "num_thread": 2, "use_mlock": True, "use_mmap": True}
+    known = {"temperature": 0.5, "min_p": 0.1, "stop": ["a"], "seed": 1, "logit_bias": {"5": 1}, "user": {"id": "me"}}
+    server.chat_call(**known, **tuning, stream=True, stream_options={"include_usage": True})
+    for name in ("num_ctx", "num_keep", "mirostat", "tfs_z", "repeat_last_n", "think", "format", "chat_id", "features"):
+        check_wrong(server.chat(**{name: 1}), name)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_best_of_as_many_answers_are_all_of_them(n: int, server: Running):
+    for best_of in (1, n):
+        body = CompletionFields.model_validate({"model": NAME, "prompt": "a", "n": n, "best_of": best_of})
+        assert len(read_completion(body, server.service).requests) == n
+    with pytest.raises(ValidationError, match=rf"is 3; it must be n \({n}\)"):
+        server.chat_call(n=n, best_of=3)
 
 
 def test_lengths_and_forms_of_other_programs(server: Running):

@@ -278,13 +278,20 @@ class AnswerText:
         schemas: of the functions that may be called; None: calls are text.
         in_thought: the text begins in a thought.
         is_forced: the text is one call, whose opening is before it.
+        barred: functions whose calls are text.
     """
 
     def __init__(
-        self, form: AnswerForm, schemas: Schemas | None = None, *, in_thought: bool = False, is_forced: bool = False
+        self,
+        form: AnswerForm,
+        schemas: Schemas | None = None,
+        *,
+        in_thought: bool = False,
+        is_forced: bool = False,
+        barred: Collection[str] = (),
     ) -> None:
         calls = form.calls if schemas is not None else None
-        self._form, self._schemas, self._is_forced = calls, schemas or {}, is_forced
+        self._form, self._schemas, self._is_forced, self._barred = calls, schemas or {}, is_forced, barred
         first = calls.first(self._schemas) if calls else ()
         openings = dict.fromkeys(form.calls.marks if form.calls else (), "text")
         closings: dict[str, Sequence[str]] = {"call": calls.closings if calls else ()}
@@ -339,7 +346,7 @@ class AnswerText:
             calls = self._form.part(text.removeprefix(self._form.opening), self._schemas)
         elif not is_cut or not self._form.closings:
             calls = self._form.calls(text, self._schemas)
-        if calls is None:
+        if calls is None or any(call.name in self._barred for call in calls):
             hidden = max(0, -start)  # the opening of a forced call
             parts.content += self._content.push(start + hidden, text[hidden:])
         else:

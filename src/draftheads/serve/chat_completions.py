@@ -370,8 +370,8 @@ class AnswerStream:
         tools, reading = call.tools, call.reading
         self._parts, self._is_forced = None, tools is not None and bool(tools.forced)
         if reading is not None:
-            schemas, in_thought = None if tools is None else tools.schemas, reading.in_thought
-            self._parts = AnswerText(reading.form, schemas, in_thought=in_thought, is_forced=self._is_forced)
+            of_tools = {} if tools is None else {"schemas": tools.schemas, "barred": tools.barred}
+            self._parts = AnswerText(reading.form, in_thought=reading.in_thought, is_forced=self._is_forced, **of_tools)
         self._at, self._num_calls = 0, 0  # characters of a text without parts; calls
         self.num_thought = 0  # tokens of thoughts
         self._has_pieces = call.params.fields.stream_options.include_draft

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request
@@ -138,14 +138,27 @@ class CommonFields(_OfSettings):
         raise NotImplementedError
 
 
+def _all_of_them(best_of: int, info: ValidationInfo) -> int:
+    if best_of not in (1, num := info.data.get("n", best_of)):
+        raise ValueError(f"is {best_of}; it must be n ({num}): send n and choose among the answers")
+    return best_of
+
+
 class ChoiceFields(Fields):
     """Fields of the two older routes, chats and completions."""
 
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
     metadata: NoEffect = None
     prediction: NoEffect = None
+    keep_alive: NoEffect = None  # memory and threads of Ollama, which Open WebUI sends to all servers
+    num_batch: NoEffect = None
+    num_gpu: NoEffect = None
+    num_thread: NoEffect = None
+    use_mlock: NoEffect = None
+    use_mmap: NoEffect = None
+    num_ctx: Annotated[Any, Unsupported("leave it out: the longest text is the model's own")] = None
     audio: Annotated[Any, Unsupported("leave it out")] = None
-    best_of: Annotated[Any, Unsupported("send n and choose among the answers", only=1)] = None
+    best_of: Annotated[int, AfterValidator(_all_of_them)] = 1
     function_call: Annotated[Any, Unsupported("use tool_choice", only="none")] = None
     functions: Annotated[Any, Unsupported("use tools", only=[])] = None
     modalities: Annotated[Any, Unsupported("leave it out", only=["text"])] = None

@@ -3,7 +3,7 @@
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
@@ -41,6 +41,7 @@ class ToolUse:
     tools: tuple[dict[str, Any], ...]  # for the chat template
     forced: tuple[str, ...] = ()  # one of these must be called; none: the model decides
     parallel: bool = True  # an answer may have several calls
+    barred: frozenset[str] = frozenset()  # tools of the request that must not be called
 
     @property
     def schemas(self) -> Schemas:
@@ -150,7 +151,8 @@ def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool) -> T
         if name not in names:
             raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {', '.join(names)}")
     if mode:  # the model is shown no others
-        return use_of([tool for tool in tools if tool["function"]["name"] in chosen], mode, parallel=parallel)
+        use = use_of([tool for tool in tools if tool["function"]["name"] in chosen], mode, parallel=parallel)
+        return use and replace(use, barred=frozenset(names).difference(chosen))
     return ToolUse(tuple(tools), tuple(filter(None, chosen)), parallel)
 
 

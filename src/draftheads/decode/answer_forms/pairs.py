@@ -19,8 +19,10 @@ def _reader(call: re.Pattern[str], pair: re.Pattern[str]) -> Callable[[str, Sche
             if found is None or pair.sub("", found["body"]).strip():
                 return None
             name = found["name"].strip()
-            arguments = json_of_pairs(pair.findall(found["body"]), schemas.get(name, {}))
-            calls += call_of(name, arguments) or []
+            one = call_of(name, json_of_pairs(pair.findall(found["body"]), schemas.get(name, {})))
+            if one is None:
+                return None
+            calls += one
             at = found.end()
         return calls or None
 
@@ -31,7 +33,9 @@ XML = CallForm(
     "<tool_call><function=name><parameter=key>value</parameter></function></tool_call>",
     ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "", "\n</tool_call>"),
     ("<function=", ">\n", "</function>"),
-    *(_reader(_FUNCTION, _PARAMETER), ("<tool_call>",), ("</tool_call>",)),
+    read=_reader(_FUNCTION, _PARAMETER),
+    tags=("<tool_call>",),
+    closings=("</tool_call>",),
     members=Members("<parameter={}>\n", "\n</parameter>\n", "", ""),
     pattern="<function=",
 )
@@ -39,7 +43,9 @@ GLM = CallForm(
     "<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>",
     ("<tool_call>", "</tool_call>\n<tool_call>", "", "</tool_call>"),
     ("", "\n", ""),
-    *(_reader(_NAME, _PAIR), ("<tool_call>",), ("</tool_call>",)),
+    read=_reader(_NAME, _PAIR),
+    tags=("<tool_call>",),
+    closings=("</tool_call>",),
     members=Members("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "", ""),
     pattern="<arg_key>",
     tokens=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
