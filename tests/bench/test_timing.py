@@ -18,7 +18,7 @@ from draftheads.bench.timing import (
     take_turns,
 )
 from draftheads.decode.engine import Engine
-from draftheads.decode.step_costs import STEP_TOKENS, StepTimer
+from draftheads.decode.step_costs import STEP_TOKENS, StepTimer, typical_tree
 from draftheads.drafters.lookahead import Lookahead, LookaheadSession
 from draftheads.drafters.mixed import Mixed
 from draftheads.heads.base import HeadSession
@@ -219,7 +219,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(model: TargetModel,
         ("small-llama", {"prefix": 8.0, "heads": [3.0, 2.0, 0.0]}),  # a head that reads the text first
     ],
 )
-def test_a_head_costs_what_its_depth_adds_to_a_chain(
+def test_a_head_costs_what_its_level_adds_to_a_tree(
     monkeypatch: pytest.MonkeyPatch, method: str, expected: dict[str, Any]
 ):
     calls: list[Tree | None] = []
@@ -241,7 +241,17 @@ def test_a_head_costs_what_its_depth_adds_to_a_chain(
 
     monkeypatch.setattr(timing, "StepTimer", Timer)
     target = tiny_model("llama")
-    assert drafting_cost(target, tiny_head(method, target)) == expected
+    assert drafting_cost(target, tiny_head(method, target), num_nodes=1) == expected
+
+
+def test_drafting_is_timed_on_the_first_levels_of_one_tree(monkeypatch: pytest.MonkeyPatch):
+    drafted: list[Tree] = []
+    monkeypatch.setattr(timing.StepTimer, "draft", lambda _, rows, shape: [drafted.append(shape), rows][1])
+    target = tiny_model("llama")
+    drafting_cost(target, tiny_head("medusa", target), num_nodes=12)
+    first, second, third = (set(tree.paths) for tree in drafted[:3])
+    assert first < second < third == {*typical_tree(12, depth=4, top_k=4).paths, (0, 0, 0)} - {(0, 0, 0, 0)}
+    assert first == {path for path in third if len(path) <= 1}
 
 
 def test_the_prefix_is_the_time_of_layers_that_read_the_text(monkeypatch: pytest.MonkeyPatch):

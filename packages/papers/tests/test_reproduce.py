@@ -188,6 +188,14 @@ def test_a_table_of_ones_own_can_extend_another(tmp_path: Path):
     assert mine == replace(other, name="mine", quality=("judge",), judge={"url": "http://x"})
 
 
+def test_a_table_trains_the_variants_among_its_heads_and_no_others(tmp_path: Path):
+    mine = 'extends = "amphista-table-1"\nheads = ["amphista", "lookahead", "./other"]'
+    (tmp_path / "mine.toml").write_text(mine)
+    table = read_table(str(tmp_path / "mine.toml"))
+    assert (list(table.variants), table.heads) == (["amphista"], ("lookahead", "./other"))
+    assert table.shared == read_table("hydra-figure-2").shared, "of the table that the extended one extends"
+
+
 def test_a_misspelt_table_is_an_error_with_a_hint():
     with pytest.raises(InvalidSettings, match="no table 'hydra-tabel-2'; did you mean hydra-table-2"):
         read_table("hydra-tabel-2")
@@ -219,6 +227,7 @@ STUDY = replace(
         "tuned": {"method": "medusa", "joint": "text", "after": "one"},
     },
     runs={"": {"trees": ["chain"], "num_nodes": [3], "max_new_tokens": 6, "num_calibration_prompts": 2}},
+    training="Small ones.",
 )
 
 
@@ -257,6 +266,8 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
     )
     assert "Heads draft alone, without copies from the text. Plain decoding is this package's own loop" in words
     assert "95 % bootstrap intervals" in words
+    tokens = f"{found.record['variants']['one']['num_training_tokens']} tokens"
+    assert f"Small ones. Trained here: one, tuned on {tokens} in 1 pass." in words
     assert ("A CPU computes longer for each node" in words) == (not torch.cuda.is_available())
     low, high = found.record["intervals"]["one"]["× plain"]
     assert low <= found.record["cells"]["one"]["× plain"] <= high

@@ -125,7 +125,7 @@ class Bench:
         self.progress.stage("timing the drafting of each head")
         for contender in self.contenders:
             if contender.head is not None and math.isinf(self.max_seconds):  # else the time is for answers
-                self.drafting[contender.name] = drafting_cost(self.target, contender.head)
+                self.drafting[contender.name] = drafting_cost(self.target, contender.head, max(self.settings.num_nodes))
         points = list(self.settings.points())
         rows: list[Row] = []
         for number, point in enumerate(points, 1):

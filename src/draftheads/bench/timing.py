@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 from statistics import median
 from typing import Any, Self
@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.step_costs import StepTimer, wait_for
+from draftheads.decode.step_costs import StepTimer, typical_tree, wait_for
 from draftheads.heads.base import DraftHead
 from draftheads.models.generation import ALL_TOKENS
 from draftheads.models.model import TargetModel
@@ -333,18 +333,18 @@ def _seconds_per_token(decode: Way, group: Group) -> float:
     return (time.perf_counter() - start) / sum(max(map(len, answers.token_ids)) for answers in turns)
 
 
-def drafting_cost(target: TargetModel, head: DraftHead) -> dict[str, Any]:
-    """What drafting takes for one row with a chain of draft tokens, in milliseconds (medians).
+def drafting_cost(target: TargetModel, head: DraftHead, num_nodes: int) -> dict[str, Any]:
+    """What drafting takes for one row with a tree of about so many nodes, in milliseconds (medians).
 
     ``prefix`` is the time of layers that read the accepted tokens, 0 without such layers; ``heads`` what each further
-    depth takes. Chains of 1, 2, … draft tokens are timed in turn: a head's time is what its depth adds.
+    level takes. The tree's first 1, 2, … levels are timed in turn: a head's time is what its level adds.
     """
-    timer = StepTimer(target, head)
-    parts = [partial(timer.draft, 1, Tree.chain(depth)) for depth in range(1, head.max_depth + 1)]
+    timer, levels = StepTimer(target, head), range(1, head.max_depth + 1)
+    paths = {*typical_tree(num_nodes, depth=4, top_k=4).paths, *Tree.chain(head.max_depth).paths}
+    parts = [partial(timer.draft, 1, Tree.from_paths(path for path in paths if len(path) <= level)) for level in levels]
     if head.needs_history:
         parts.insert(0, partial(timer.read, 1))
-    times = [[part() for part in parts] for _ in range(_REPEATS + 2)][2:]  # after warming up
-    sums = [median(each) for each in zip(*times, strict=True)]
+    times = ([part() for part in parts] for _ in range(_REPEATS + 2))
+    sums = [median(each[2:]) for each in zip(*times, strict=True)]  # after warming up
     prefix = sums.pop(0) if head.needs_history else 0.0
-    before = [prefix, *sums[:-1]]
-    return {"prefix": prefix, "heads": [max(0.0, own - less) for own, less in zip(sums, before, strict=True)]}
+    return {"prefix": prefix, "heads": [max(0.0, own - less) for less, own in pairwise([prefix, *sums])]}

@@ -139,7 +139,7 @@ def _plots(rows: Sequence[Row], drafting: Mapping[str, Any]) -> Iterator[Plot]:
     costs = zip_longest(*([cost["prefix"], *cost["heads"]] for cost in drafting.values()), fillvalue=0.0)
     heads = {f"head {n}" if n else "prefix": dict(zip(drafting, each, strict=True)) for n, each in enumerate(costs)}
     caption = "Shorter bars cost less in every step; the prefix is the time of layers that read accepted tokens."
-    yield _stacks("drafting", "Drafting one chain", caption, heads)
+    yield _stacks("drafting", "Drafting one tree", caption, heads)
     caption = f"A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s. {_LINES}"
     values = {"tokens/s": "tokens_per_second", "median answer, s": "p50_seconds"}
     same = [row for row in overall if _point(row)[1:] == _point(overall[0])[1:]]

@@ -51,13 +51,13 @@ class ReproduceOptions:
 
 
 def table_names() -> list[str]:
-    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+    return sorted(path.stem for path in _FOLDER.glob("[!_]*.toml"))
 
 
 def table_path(name: str) -> Path:
-    """The file of a table by its name, or one's own; InvalidSettings if there is none."""
-    path = _FOLDER / f"{name}.toml" if name in table_names() else user_path(name)
-    if not path.is_file():
+    """The file of a table by its name, or one's own; InvalidSettings if there is none. Files with _ are not listed."""
+    path = _FOLDER / f"{name}.toml"
+    if not path.is_file() and not (path := user_path(name)).is_file():
         close = close_name(name, table_names())
         hint = f"did you mean {close}?" if close else "`draftheads reproduce` lists them"
         raise InvalidSettings(f"no table {name!r}; {hint}")

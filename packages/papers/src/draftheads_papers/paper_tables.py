@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from draftheads.bench.quality import Agreement
@@ -33,7 +34,8 @@ class PaperTable:
     source: str  # the paper, with the number of the table
     needs: str  # models, heads and questions of the paper
     note: str = ""  # how this differs from the paper
-    heads: tuple[str, ...] = ()  # that are compared, in place of variants that are trained
+    training: str = ""  # how the variants differ from the paper's heads; not shown where none is trained
+    heads: tuple[str, ...] = ()  # that are compared; read_table trains those that are variants, and no other variants
     shared: Mapping[str, Any] = field(default_factory=dict)  # settings of training of all variants
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings that differ, see options_of
     all_methods: bool = False  # every architecture is a variant, too; those of other packages included
@@ -86,9 +88,7 @@ def read_table(name: str) -> PaperTable:
     """A table by its name, or of a file."""
     path = table_path(name)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        if "extends" in values:
-            values = {**tomllib.loads(table_path(values.pop("extends")).read_text(encoding="utf-8")), **values}
+        values = _values(path)
         known = {each.name: each.type for each in fields(PaperTable)}
         if unknown := next((key for key in values if key not in known), None):
             raise DataError(f"unknown field {unknown!r}; a table has {', '.join(known)}", path=path)
@@ -99,9 +99,12 @@ def read_table(name: str) -> PaperTable:
         if table.all_methods:
             methods = {method: {"method": method} for method in head_methods()}
             table = replace(table, variants={**methods, **table.variants})
+        if table.heads:
+            trained = {name: table.variants[name] for name in table.heads if name in table.variants}
+            table = replace(table, variants=trained, heads=tuple(name for name in table.heads if name not in trained))
         if "speedup" in table.values:  # it is tokens/step divided by the overhead
             beside = (name for name in ("tokens_per_step", "overhead") if name not in table.values)
-            table = replace(table, beside=tuple(beside))
+            table = replace(table, beside=(*beside, *table.beside))
         for run in table.runs:
             table.settings(run)
     except (OSError, ValueError, TypeError) as error:
@@ -109,6 +112,12 @@ def read_table(name: str) -> PaperTable:
     if table.measured not in get_args(Measured):
         raise DataError(f"measured is {table.measured!r}; choose among {', '.join(get_args(Measured))}", path=path)
     return table
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The fields in a file, and those of the table that it extends."""
+    values = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {**_values(table_path(values.pop("extends"))), **values} if "extends" in values else values
 
 
 def cells_of(table: PaperTable, rows: Sequence[Row], number: Callable[[Row, str], Any] = Row.number) -> Cells:

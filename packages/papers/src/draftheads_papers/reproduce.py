@@ -146,6 +146,7 @@ def reproduce(
     blocks = [
         f"**{table.title}** ({table.source}), here for {model}.",
         *blocks_of(table, cells, intervals, only_measured=quick),
+        *_training(table, variants),
         *_notes(table, finished, quick=quick, has_intervals=any(intervals.values())),
     ]
     for compared in finished:
@@ -162,6 +163,19 @@ def reproduce(
         "provenance": provenance(),
     }
     return Reproduction(blocks, record)
+
+
+def _training(table: PaperTable, variants: Sequence[Variant]) -> Iterator[str]:
+    """What the variants are, and the budget of each."""
+    if variants and table.training:
+        yield table.training.strip()
+    budgets: dict[str, list[str]] = {}
+    for one in variants:
+        passes = f"{counted(one.report.num_training_tokens, 'token')} in {counted(one.options.epochs, 'pass')}"
+        budgets.setdefault(passes, []).append(one.name)
+    if budgets:
+        words = "; ".join(f"{', '.join(names)} on {budget}" for budget, names in budgets.items())
+        yield f"Trained here: {words}."
 
 
 def _notes(table: PaperTable, finished: Sequence[Comparison], *, quick: bool, has_intervals: bool) -> Iterator[str]:
