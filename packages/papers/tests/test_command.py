@@ -148,8 +148,7 @@ def test_tables_of_one_command_are_trained_first_and_share_heads(here: Path, run
     shown = run([*command, "--data", "chats.jsonl", "--train", "epochs=1", "max_tokens=500", "--out", "both"])
     names = sorted(path.name for path in (here / "both").iterdir())
     assert names == ["first.json", "first.md", "heads", "second.json", "second.md"]
-    (head,) = (here / "both" / "heads").iterdir()
-    assert head.name.startswith("one-")
+    assert len([*(here / "both" / "heads").glob("one-*")]) == 1
     log = shown.out + shown.err
     assert log.index("variant 1 of 1") < log.index("wrote both/first.md") < log.index("wrote both/second.md")
     run([*command, "--heads", "./hydra", "--out", "own"])

@@ -14,7 +14,8 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import Row
 from draftheads.data.records import Record
 from draftheads.data.texts import read_texts
-from draftheads.errors import DataError, InvalidSettings, ModelNotFound, UnknownMethod
+from draftheads.errors import DataError, InvalidSettings, ModelNotFound, StorageError, UnknownMethod
+from draftheads.utils.files import locked
 from draftheads.utils.progress import NoProgress
 from draftheads_papers import reproduce as reproduce_module
 from draftheads_papers.measures import measures_of
@@ -29,7 +30,7 @@ from draftheads_papers.reproduce import (
     reproduce,
     trained_for,
 )
-from draftheads_papers.studies import Variant, options_of
+from draftheads_papers.studies import Variant, options_of, planned
 from fake_progress import FakeProgress
 from families import saved_model
 from training_world import chat_model, counting_chats, write_chats
@@ -303,7 +304,7 @@ def test_tables_in_one_folder_share_heads_of_the_same_name_and_settings(folder: 
     assert trained == ["variant 1 of 3: one", "variant 2 of 3: two", "variant 3 of 3: one"]
     assert one.head == same.head != other.head
     assert [each.options.depth_decay for each in (one, other)] == [0.8, 0.5]
-    assert len({one.head, two.head, other.head}) == len([*(tmp_path / "heads").iterdir()]) == 3
+    assert len({one.head, two.head, other.head}) == len([*(tmp_path / "heads").glob("*-*")]) == 3
     metrics = [json.loads((each.head / "metrics.json").read_text())["options"]["depth_decay"] for each in (one, other)]
     assert metrics == [0.8, 0.5], "each folder has the head of its settings"
     before = (one.head / "model.safetensors").stat().st_mtime_ns
@@ -312,6 +313,31 @@ def test_tables_in_one_folder_share_heads_of_the_same_name_and_settings(folder: 
     ((new,),) = trained_for([first], str(folder / "model"), tmp_path, longer, **more)
     assert again.head == one.head != new.head, "another budget is another head"
     assert (one.head / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_variants_that_read_the_same_text_share_its_hidden_states(folder: Path, tmp_path: Path):
+    stored: list[tuple[str, dict[str, int]]] = []
+
+    class Watched(FakeProgress):
+        def stage(self, text: str) -> None:
+            files = (tmp_path / "states").rglob("*.safetensors")
+            stored.append((text, {path.name: path.stat().st_mtime_ns for path in files}))
+
+    variants = {"one": {"method": "medusa"}, "two": {"method": "hydra"}, "all layers": {"method": "eagle3"}}
+    budget = {**BUDGET, "data": (folder / "chats.jsonl",)}
+    table, model = replace(STUDY, variants={**variants, "tuned": STUDY.variants["tuned"]}), str(folder / "model")
+    own = [options.features for options in planned(table, model, tmp_path, budget).values()]
+    assert own[0] == own[1] is not None
+    assert own[2:] == [None, None], "they read other hidden states"
+    (other, *_) = planned(table, model, tmp_path, {**budget, "max_tokens": 700}).values()
+    assert other.features != own[0]
+    trained_for([replace(table, variants=variants)], model, tmp_path, budget, quick=False, progress=Watched())
+    (first,) = (files for text, files in stored if text == "variant 2 of 3: two")
+    (second,) = (files for text, files in stored if text.startswith("training hydra"))
+    assert first == second != {}, "the model reads the text once"
+    assert not (tmp_path / "states").exists()
+    with locked(tmp_path / "heads", ""), pytest.raises(StorageError, match="wait for it, or name another --out"):
+        trained_for([table], model, tmp_path, budget, quick=False, progress=NoProgress())
 
 
 def test_all_settings_are_checked_before_anything_is_trained(folder: Path, tmp_path: Path):

@@ -81,7 +81,7 @@ def trained_for(
         quick_budget(table, model, out, budget, progress) if quick and table.variants else budget for table in tables
     ]
     plans = [planned(table, model, out, budget) for table, budget in zip(tables, budgets, strict=True)]
-    return train_all(plans, progress)
+    return train_all(plans, out, progress)
 
 
 def reproduce(

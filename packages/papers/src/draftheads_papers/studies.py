@@ -2,13 +2,17 @@
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.records import own_prompts, prompts_in
+from draftheads.heads import head_classes
+from draftheads.heads.base import HeadConfig
 from draftheads.loading import load
 from draftheads.models.model_names import ADAPTER_FOLDER
 from draftheads.train.options import TrainOptions
@@ -16,7 +20,7 @@ from draftheads.train.recipes import defaults_from
 from draftheads.train.report import Report
 from draftheads.train.run import train
 from draftheads.utils.counts import counted
-from draftheads.utils.files import write_atomic
+from draftheads.utils.files import locked, write_atomic
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import as_json_values, identity_digest
 from draftheads_papers.paper_tables import PaperTable
@@ -63,19 +67,30 @@ def planned(table: PaperTable, model: str, out: Path, budget: Mapping[str, Any])
             own["start_from"] = found[start].out.name
             options = replace(options, start_from=str(head_of(found[start])))
         folder = f"{folder_name(name)}-{identity_digest(own)[:6]}"
-        found[name] = replace(options, out=out / "heads" / folder)
+        found[name] = replace(options, out=out / "heads" / folder, features=_shared_states(options, out / "states"))
     return found
 
 
-def train_all(plans: Sequence[Mapping[str, TrainOptions]], progress: Progress) -> list[list[Variant]]:
-    """Trains what is planned for tables, each folder once; what was trained is not trained again."""
+def _shared_states(options: TrainOptions, folder: Path) -> Path | None:
+    """Where hidden states are stored that other variants read, too; None for the run's own place."""
+    config, _ = head_classes(options.method)
+    if options.joint or options.features or config.hidden_layers is not HeadConfig.hidden_layers:
+        return options.features  # a tuned model's change in each step; others read further layers
+    decides = ("model", "data", "text", "max_length", "max_tokens", "chat_template", "template_variables", "precision")
+    return folder / identity_digest(as_json_values({name: getattr(options, name) for name in decides}))
+
+
+def train_all(plans: Sequence[Mapping[str, TrainOptions]], out: Path, progress: Progress) -> list[list[Variant]]:
+    """Trains what is planned for tables in ``out``, each folder once; what was trained is not trained again."""
     names = {options.out: (name, options) for plan in plans for name, options in plan.items()}
     reports: dict[Path, Report] = {}
-    for number, (folder, (name, options)) in enumerate(names.items(), 1):
-        progress.stage(f"variant {number} of {len(names)}: {name}")
-        report = train(options, progress)
-        assert report is not None
-        reports[folder] = report
+    with locked(out / "heads", "name another --out") if names else nullcontext():
+        for number, (folder, (name, options)) in enumerate(names.items(), 1):
+            progress.stage(f"variant {number} of {len(names)}: {name}")
+            report = train(options, progress)
+            assert report is not None
+            reports[folder] = report
+        shutil.rmtree(out / "states", ignore_errors=True)  # a run that was stopped has kept them
     return [[Variant(name, options, reports[options.out]) for name, options in plan.items()] for plan in plans]
 
 
