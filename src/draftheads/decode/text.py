@@ -6,6 +6,7 @@ from typing import Any
 
 from draftheads.decode.answer_forms import AnswerForm, form_of, shown_tokens
 from draftheads.decode.answer_forms.form import Schemas, ToolCall
+from draftheads.decode.answer_forms.response_template import read_by
 from draftheads.models.chat_template import ChatReader, special_texts
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
@@ -21,7 +22,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         special = special_texts(tokenizer) if skip_special_tokens else {}
-        shown = shown_tokens(special.values())
+        shown = shown_tokens(special.values(), getattr(tokenizer, "response_template", None))
         self.hidden = {token: text for token, text in special.items() if text not in shown}  # tokens that are left out
         self._hides = len(self.hidden) < len(special)  # tokenizers would leave the tags out, too
         skips = skip_special_tokens and not self._hides
@@ -278,20 +279,21 @@ class AnswerText:
         schemas: of the functions that may be called; None: calls are text.
         in_thought: the text begins in a thought.
         is_forced: the text is one call, whose opening is before it.
+
+    Attributes:
         barred: functions whose calls are text.
+        prefix: the prompt, of which a ``response_template`` reads where the answer begins.
     """
 
+    barred: Collection[str] = ()
+    prefix = ""
+
     def __init__(
-        self,
-        form: AnswerForm,
-        schemas: Schemas | None = None,
-        *,
-        in_thought: bool = False,
-        is_forced: bool = False,
-        barred: Collection[str] = (),
+        self, form: AnswerForm, schemas: Schemas | None = None, *, in_thought: bool = False, is_forced: bool = False
     ) -> None:
+        self._template, self._text, self._has_tools = form.template, "", schemas is not None
         calls = form.calls if schemas is not None else None
-        self._form, self._schemas, self._is_forced, self._barred = calls, schemas or {}, is_forced, barred
+        self._form, self._schemas, self._is_forced = calls, schemas or {}, is_forced
         first = calls.first(self._schemas) if calls else ()
         openings = dict.fromkeys(form.calls.marks if form.calls else (), "text")
         closings: dict[str, Sequence[str]] = {"call": calls.closings if calls else ()}
@@ -312,6 +314,9 @@ class AnswerText:
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerParts:
         """Adds text; returns what is certain. ``is_cut``: the answer ends because it is too long."""
         parts = AnswerParts()
+        if self._template is not None:
+            self._text += text
+            return self._by_template(is_cut=is_cut) if is_end else parts
         for kind, part, is_tag in self._parts.push(text, is_end=is_end):
             start, self.at = self.at, self.at + len(part)
             if kind == "call":
@@ -337,6 +342,19 @@ class AnswerText:
             parts.content += self._content.push(self.at, "", is_end=True)
         return parts
 
+    def _by_template(self, *, is_cut: bool) -> AnswerParts:
+        """The parts of the whole answer; one that cannot be read is content."""
+        text, self.at = self._text, len(self._text)
+        found = read_by(self._template, self.prefix, text, self._schemas)
+        thought, content, calls, is_open = found or ("", text, [], False)
+        if calls and (not self._has_tools or (is_cut and is_open) or any(each.name in self.barred for each in calls)):
+            thought, content, calls = "", text, []
+        end = max(0, text.find(thought)) + len(thought)
+        self.thoughts = [range(end)] if thought else []
+        place = text.find(content, end) % (len(text) + 1)  # behind the text if it was put together from parts
+        thoughts = [(end - len(thought), thought)] if thought else []
+        return AnswerParts([(place, content)] if content else [], thoughts, calls)
+
     def _end_call(self, parts: AnswerParts, *, is_cut: bool = False) -> None:
         """Adds the calls; a text without is content. ``is_cut``: it has no end."""
         assert self._form is not None
@@ -346,7 +364,7 @@ class AnswerText:
             calls = self._form.part(text.removeprefix(self._form.opening), self._schemas)
         elif not is_cut or not self._form.closings:
             calls = self._form.calls(text, self._schemas)
-        if calls is None or any(call.name in self._barred for call in calls):
+        if calls is None or any(call.name in self.barred for call in calls):
             hidden = max(0, -start)  # the opening of a forced call
             parts.content += self._content.push(start + hidden, text[hidden:])
         else:
@@ -365,4 +383,5 @@ def read_answer(
 ) -> AnswerParts:
     """The parts of a whole answer; without schemas calls are text."""
     parts = AnswerText(form_of(reader), schemas, in_thought=bool(begins_thought(reader, prompt_ids)))
+    parts.prefix = reader.tokenizer.decode(prompt_ids)
     return parts.push(text, is_end=True)

@@ -172,6 +172,7 @@ class Reading:
 
     form: AnswerForm
     in_thought: bool = False  # whether the prompt ends in a thought
+    prefix: str = ""  # the prompt
 
 
 class ChatBody(CommonFields):
@@ -233,8 +234,9 @@ class ChatBody(CommonFields):
         except DraftHeadsError as error:
             raise api_error_of(error, param=param) from None
         if has_form:
-            return ids, None if tools is None else Reading(replace(form, thinking=None))
-        return ids, Reading(form, in_thought) if form.thinking or tools is not None else None
+            form, in_thought = replace(form, thinking=None, template=None), False
+        reading = Reading(form, in_thought, "" if self.continue_final_message else text)
+        return ids, reading if form.thinking or form.template or tools is not None else None
 
     def _in_time(self, params: RequestParams, work: Callable[[], T]) -> T:
         """What the chat template is used for, which is a program of the model's author."""
@@ -299,7 +301,7 @@ class ChatCall(Call):
 
     def usage(self) -> dict[str, Any]:
         """Also the tokens of thoughts, of models that think."""
-        if self.reading is None or not self.reading.form.thinking:
+        if self.reading is None or not (self.reading.form.thinking or self.reading.form.template):
             return super().usage()
         count = sum(stream.num_thought for stream in self.streams)
         return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": count}}
@@ -370,12 +372,14 @@ class AnswerStream:
         tools, reading = call.tools, call.reading
         self._parts, self._is_forced = None, tools is not None and bool(tools.forced)
         if reading is not None:
-            of_tools = {} if tools is None else {"schemas": tools.schemas, "barred": tools.barred}
-            self._parts = AnswerText(reading.form, in_thought=reading.in_thought, is_forced=self._is_forced, **of_tools)
+            schemas, in_thought = None if tools is None else tools.schemas, reading.in_thought
+            self._parts = AnswerText(reading.form, schemas, in_thought=in_thought, is_forced=self._is_forced)
+            self._parts.prefix, self._parts.barred = reading.prefix, () if tools is None else tools.barred
         self._at, self._num_calls = 0, 0  # characters of a text without parts; calls
         self.num_thought = 0  # tokens of thoughts
         self._has_pieces = call.params.fields.stream_options.include_draft
-        is_needed = self._has_pieces or (reading and (reading.form.thinking or request.settings.logprobs is not None))
+        thinks = reading is not None and bool(reading.form.thinking or reading.form.template)
+        is_needed = self._has_pieces or thinks or (reading and request.settings.logprobs is not None)
         self._tokens = TokenTexts(request.new_stream()) if is_needed else None
 
     def add(self, event: StreamEvent | Request) -> AnswerPart:

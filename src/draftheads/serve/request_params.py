@@ -25,6 +25,8 @@ from draftheads.serve.state import Service
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
 _OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}  # their fields have other names or forms
+# memory and threads of Ollama, which Open WebUI sends to all servers; they have no effect
+_OF_OLLAMA = ("keep_alive", "num_batch", "num_gpu", "num_thread", "use_mlock", "use_mmap")
 _OF_TYPICAL = ("typical_epsilon", "typical_delta")
 _SETTINGS = {field.name: field for field in dataclass_fields(SamplingSettings)}
 _SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE]  # these have fields of the same name
@@ -93,7 +95,8 @@ def _field_of_setting(name: str) -> tuple[Any, bool | None]:
 if TYPE_CHECKING:
     _OfSettings = Fields
 else:
-    _OfSettings = create_model("_OfSettings", __base__=Fields, **{name: _field_of_setting(name) for name in _SAMPLING})
+    _FIELDS = {name: _field_of_setting(name) for name in _SAMPLING} | dict.fromkeys(_OF_OLLAMA, (NoEffect, None))
+    _OfSettings = create_model("_OfSettings", __base__=Fields, **_FIELDS)
 
 
 class CommonFields(_OfSettings):
@@ -150,12 +153,6 @@ class ChoiceFields(Fields):
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
     metadata: NoEffect = None
     prediction: NoEffect = None
-    keep_alive: NoEffect = None  # memory and threads of Ollama, which Open WebUI sends to all servers
-    num_batch: NoEffect = None
-    num_gpu: NoEffect = None
-    num_thread: NoEffect = None
-    use_mlock: NoEffect = None
-    use_mmap: NoEffect = None
     num_ctx: Annotated[Any, Unsupported("leave it out: the longest text is the model's own")] = None
     audio: Annotated[Any, Unsupported("leave it out")] = None
     best_of: Annotated[int, AfterValidator(_all_of_them)] = 1

@@ -55,7 +55,8 @@ class ToolUse:
         """
         if not self.forced and text is None:
             return None
-        calls = call_form(model)
+        if (calls := call_form(model)) is None:
+            raise wrong("tool_choice" if self.forced else field, "writes no calls by response_template: leave it out")
         forced = {name: schema for name, schema in self.schemas.items() if name in self.forced}
         try:
             written = calls.grammar(
@@ -170,10 +171,10 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     return {**shown, "function": _shown(shown["function"])} if "function" in shown else shown
 
 
-def call_form(model: TargetModel) -> CallForm:
-    """The form of calls that the model's chat template shows, with the tools."""
+def call_form(model: TargetModel) -> CallForm | None:
+    """The form of calls that the model's chat template shows, with the tools; None: transformers reads them."""
     form = form_of(model)
-    if form.calls is None or not form.shows_tools:
+    if not (form.calls or form.template) or not form.shows_tools:
         problem = f"the chat template of {shown_name(model.model_id)} shows no tools or none of the forms of calls"
         names = "; ".join(each.name for each in FORMS)
         fix = "leave tools out, or start the server with a template that has one, such as --chat-template hermes"

@@ -11,6 +11,7 @@ from draftheads.decode.answer_forms.form import NOTHING, CallForm
 from draftheads.decode.answer_forms.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, MISTRAL_LIST
 from draftheads.decode.answer_forms.pairs import GLM, XML
 from draftheads.decode.answer_forms.pythonic import LFM2, PYTHONIC
+from draftheads.decode.answer_forms.response_template import response_template
 from draftheads.models.chat_template import ChatReader, added_tokens, render, template_of, template_source
 
 # a form comes before those of which it has the tags
@@ -37,6 +38,7 @@ class AnswerForm:
     calls: CallForm | None  # None: none of the forms
     thinking: tuple[str, str] | None  # the tags around a thought; None: it does not think
     shows_tools: bool  # whether the chat template shows tools to the model
+    template: Any = None  # of transformers' parser, which reads answers that are in none of the forms
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[str, AnswerForm]] = WeakKeyDictionary()
@@ -54,7 +56,8 @@ def _find(reader: ChatReader) -> AnswerForm:
     shown = _shown(reader, _CHAT) or _shown(reader, _CHAT[:1])
     places = shown, template_source(reader), " ".join(added_tokens(reader.tokenizer))
     calls = next((form for text in places for form in FORMS if form.is_shown(text)), None)
-    return AnswerForm(calls, (calls and calls.thinking) or _tags(f"{places[1]} {places[2]}"), _PROBE in shown)
+    thinking = (calls and calls.thinking) or _tags(f"{places[1]} {places[2]}")
+    return AnswerForm(calls, thinking, _PROBE in shown, None if calls else response_template(reader.tokenizer))
 
 
 def _shown(reader: ChatReader, messages: list[dict[str, Any]]) -> str:
@@ -76,11 +79,12 @@ def _tags(source: str) -> tuple[str, str] | None:
     return None
 
 
-def shown_tokens(special: Iterable[str]) -> set[str]:
+def shown_tokens(special: Iterable[str], template: Any = None) -> set[str]:
     """The special tokens without which calls and thoughts cannot be told from the answer."""
     special = set(special)
     forms = [form for form in FORMS if not form.tokens or form.tokens[0] in special]
     tags = {tag for form in forms for tag in (*form.tags, *form.closings, *form.tokens)}
-    return {
-        text for text in special if text in tags or re.search(r"think|thought|reason|\|inner_", text, re.IGNORECASE)
-    }
+    parts = template.get("fields", {}).values() if isinstance(template, dict) else ()  # those with tags
+    of_template = str([part for part in parts if "open" in part or "open_pattern" in part]).replace("\\", "")
+    word = re.compile(r"think|thought|reason|\|inner_", re.IGNORECASE)
+    return {text for text in special if text in tags or text in of_template or word.search(text)}

@@ -18,7 +18,7 @@ def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     with suppress(ValueError, RecursionError):
         while (at := _GAP.match(text, at).end()) < len(text) and text[at:] != "]":  # type: ignore[union-attr]
             value, end = raw_decode(text, at)
-            found = _call(value, text[at:end])
+            found = call_of_object(value, text[at:end])
             if found is None:
                 return None
             calls += found
@@ -27,7 +27,7 @@ def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     return None
 
 
-def _call(value: Any, text: str) -> list[ToolCall] | None:
+def call_of_object(value: Any, text: str) -> list[ToolCall] | None:
     """The call of an object with this text; its arguments may be a text of JSON."""
     if not isinstance(value, dict):
         return None

@@ -17,9 +17,8 @@ def _read(text: str, schemas: Schemas) -> list[ToolCall] | None:
     source = _KEYWORD.sub(rf"{_MARK}\1", text)
     with warnings.catch_warnings(action="ignore"), suppress(*NO_VALUE):
         tree = ast.parse(source, mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-        calls = [call_of(*_call(node, source)) for node in nodes]
-        return [call for each in calls for call in each or ()] if calls and None not in calls else None
+        calls = [call_of(*_call(node, source)) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
+        return None if None in calls else [call for each in calls for call in each or ()] or None
     return None
 
 
