@@ -27,7 +27,9 @@ from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.search.settings import ReplaySettings, TuneOptions
 from draftheads.search.tune import answers_folder
 from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
+from draftheads.speculation.shapes import as_shape
 from draftheads.utils.files import locked
+from families import ids
 from nursery import Nursery
 
 QUICK = ["--num-prompts", "6"]
@@ -99,6 +101,33 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path):
     assert record["defaults"].keys() == {"speedup", "error"}
     speed = f"{record['defaults']['speedup']:.2f} ± {record['defaults']['error']:.2f} × plain decoding"
     assert speed in page.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_trees_are_timed_and_the_fastest_is_written(
+    here: Path, tmp_path: Path, cheap_nodes: None, capsys: pytest.CaptureFixture[str]
+):
+    assert main(tune("hydra", "--measure", "2", "1", "2", "--out", str(tmp_path))) == 0
+    shown = capsys.readouterr().out
+    profile, measured = read_profile(tmp_path / "acceptance.json"), json.loads((tmp_path / "tune.json").read_text())
+    assert list(measured["measured"]) == ["1", "2"]
+    plain = draftheads.load("./model", precision="fp32").generate(PROMPTS, max_new_tokens=12)
+    for size, rows in measured["measured"].items():
+        assert [row["numbers"]["num_nodes"] for row in rows] == [1, 2, 3, 4, 6]
+        best = max(rows, key=lambda row: row["decode_tokens_per_second"])
+        path = tmp_path / f"static-{size}.json"
+        assert as_shape(path) == profile.tree(best["numbers"]["num_nodes"])
+        assert f"wrote {path}; to use it: `--head ./hydra --tree {path}`" in shown
+        engine = draftheads.load("./model", "./hydra", tree=path, precision="fp32")
+        assert engine.shape == as_shape(path) or best["numbers"]["num_nodes"] == 1
+        assert ids(engine.generate(PROMPTS, max_new_tokens=12)) == ids(plain)
+    assert shown.index("Measured with one request, ") < shown.index("Measured with 2 requests at a time, ")
+    assert "Static trees with 2 requests at a time" in (tmp_path / "tune.html").read_text()
+    assert main(tune("hydra", "--measure", "--out", str(tmp_path / "one"))) == 0
+    assert list(json.loads((tmp_path / "one" / "tune.json").read_text())["measured"]) == ["1"]
+
+
+def test_batch_sizes_are_checked_before_anything_is_loaded(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert "measure is 0; it must be at least 1" in refused(["tune", "./nothing", "./x", "--measure", "1", "0"], capsys)
 
 
 def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,6 +25,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
 from draftheads.search.replay import Replay, own_answers
 from draftheads.settings import Precision
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import UNTRAINED_HEADS, BestFirst, Drafting, Sampled, Shape, in_words
 from draftheads.speculation.tree import Path as RankPath
@@ -165,6 +166,7 @@ class TreeFinder:
     settings: BenchSettings  # of the comparison
     folder: Path  # where findings are saved; they are used again
     progress: Progress
+    profile: AcceptanceProfile | None = None  # has the static trees of the one head, which need no search then
     # of each head that was searched with: by depth and rank
     accuracy: dict[str, list[list[float]]] = field(default_factory=dict)
 
@@ -209,6 +211,8 @@ class TreeFinder:
 
     def _searched(self, contender: Contender, kind: str, nodes: int) -> Chosen | None:
         """Trees by the accuracy of a head; other drafters only grow."""
+        if self.profile is not None:
+            return _chosen(self.profile.tree(nodes))
         if contender.head is None:
             return _chosen(BestFirst(nodes)) if kind in ("best", "growing") else None
         found = self._replayed(contender, nodes)

@@ -122,9 +122,9 @@ class Bench:
 
     def run(self) -> list[Row]:
         """The table: for each combination of settings a row for each way, over all questions and by part."""
-        self.progress.stage("timing the drafting of each head")
         for contender in self.contenders:
             if contender.head is not None and math.isinf(self.max_seconds):  # else the time is for answers
+                self.progress.stage(f"timing the drafting of {contender.name}")
                 self.drafting[contender.name] = drafting_cost(self.target, contender.head, max(self.settings.num_nodes))
         points = list(self.settings.points())
         rows: list[Row] = []

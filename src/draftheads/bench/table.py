@@ -85,6 +85,7 @@ class Row:
     decode_speedup: float | None = None  # without the time in which prompts are read: ratio of sums
     decode_speedup_interval: Interval | None = None
     decode_tokens_per_second: float | None = None
+    decode_tokens_per_second_interval: Interval | None = None
     overhead: float | None = None  # time of a step over that of plain decoding; tokens per step / it = decode_speedup
     speedup_over_transformers: float | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)  # by name, of columns that compute
@@ -173,11 +174,12 @@ def timed_row(
         "tokens_per_step": bootstrap(sums.tokens_per_step, count),
         "tokens_per_second": bootstrap(sums.speed, count),
         "speedup": bootstrap(lambda chosen: sums.speed(chosen) / of_plain.speed(chosen), count),
+        "decode_tokens_per_second": bootstrap(sums.decode_speed, count),
         "decode_speedup": bootstrap(
             lambda chosen: _ratio(sums.decode_speed(chosen), of_plain.decode_speed(chosen)), count
         ),
     }
-    everything, values = np.arange(count)[None], {value: each.value for value, each in found.items()}
+    values = {value: each.value for value, each in found.items()}
     fields: dict[str, Any] = dict(values)
     if count >= MIN_PROMPTS:  # of fewer, an interval would say nothing
         fields |= {f"{value}_interval": (each.low, each.high) for value, each in found.items()}
@@ -189,10 +191,9 @@ def timed_row(
         num_answers=sum(len(answer.token_ids) for answer in own),
         **fields,
         speedup_error=found["speedup"].error,
-        decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
         overhead=values["tokens_per_step"] / values["decode_speedup"],
         speedup_over_transformers=(
-            values["tokens_per_second"] / float(_Sums.of(stock).speed(everything)[0]) if stock else None
+            values["tokens_per_second"] / float(_Sums.of(stock).speed(np.arange(count)[None])[0]) if stock else None
         ),
         numbers={
             column.name: value for column in COLUMNS if column.compute and (value := column.compute(own)) is not None

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.settings import BenchOptions, BenchSettings, DemoOptions
 from draftheads.bench.table import ALL, Row, by_part, markdown, remarks, table_of, verdict
 from draftheads.bench.timing import over_plain
+from draftheads.bench.tree_sizes import fastest_tree, time_trees
 from draftheads.checkpoints.registry import find_head
 from draftheads.cli.config import keep_config
 from draftheads.cli.show import (
@@ -28,7 +29,7 @@ from draftheads.cli.show import (
 from draftheads.data.records import Record, own_prompts, prompts_in, read_suite, select
 from draftheads.search.replay import encoded
 from draftheads.search.settings import TuneOptions
-from draftheads.search.tune import RECORD, tune_head
+from draftheads.search.tune import RECORD, answers_folder, tune_head
 from draftheads.speculation.acceptance_profile import PROFILE_FILE
 from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
@@ -157,11 +158,22 @@ def tune(options: TuneOptions) -> None:
             progress.stage("timing the defaults and plain decoding in turns")
             asked = encoded(tuning.engine.model, prompts, options.settings)
             speedup, error = over_plain({options.head: tuning.engine}, asked)[options.head]
+            trees, problems = dict[int, list[Row]](), list[dict[str, Any]]()
+            if options.measure is not None:
+                sizes, folder = sorted({*options.measure} or {1}), answers_folder(tuning.folder)
+                trees, problems = time_trees(tuning.engine, sizes, asked, folder=folder, progress=progress)
         except KeyboardInterrupt:
             console.print("stopped; the same command continues from here")
             raise
-    record = {**tuning.record, "defaults": {"speedup": speedup, "error": error}}
+    measured = {size: list(map(asdict, rows)) for size, rows in trees.items()}
+    record = {**tuning.record, "defaults": {"speedup": speedup, "error": error}, "measured": measured}
     write_atomic(tuning.folder / RECORD, json.dumps(record).encode())
     write_page(console, tuning.folder, "tune", show=True)
     hint = "" if options.out is None else f"; to use it: `--head {options.head} --tree {tuning.folder}`"
     console.print(f"wrote {tuning.folder / PROFILE_FILE}{hint}", soft_wrap=True)
+    for problem in problems:
+        console.print(in_words(problem), markup=False, style="yellow")
+    for size, rows in trees.items():
+        path = tuning.folder / f"static-{size}.json"
+        write_atomic(path, tuning.profile.tree(fastest_tree(rows)[0]).to_json().encode())
+        console.print(f"wrote {path}; to use it: `--head {options.head} --tree {path}`", soft_wrap=True, markup=False)

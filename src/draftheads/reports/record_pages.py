@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, starmap
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from draftheads.bench.table import speed_sentence
+from draftheads.bench.table import Row, speed_sentence
+from draftheads.bench.tree_sizes import COLUMNS, fastest_tree
 from draftheads.data.batches import padded_length
 from draftheads.data.texts import EncodedChat
 from draftheads.decode.text import TextStream
@@ -156,6 +157,8 @@ def tune_page(record: Record) -> Page:
         "time of a step on this machine; prompts, copies and other work of a step are not in it. `draftheads bench` "
         "compares heads."
     )
+    timed = {int(size): [Row(**row) for row in rows] for size, rows in record.get("measured", {}).items()}
+    sentences[-1:-1] = starmap(_measured, timed.items())
     temperatures = ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])
     settings = [*((name, record[name]) for name in _SETTINGS), ("confidence temperatures", temperatures)]
     return Page(
@@ -164,18 +167,35 @@ def tune_page(record: Record) -> Page:
         note=" ".join(sentences[1:]),
         numbers=[*numbers, (f"{record['accuracy'][0][0]:.0%}", "top-1 accuracy of head 1")],
         plots=list(_tune_plots(record, winners)),
-        tables=list(_tune_tables(record, winners)),
+        tables=[*_tune_tables(record, winners), *starmap(_measured_table, timed.items())],
         facts=[("Model, data and settings", settings), ("Command and machine", record["provenance"].items())],
     )
 
 
 def _verdict(first: Record) -> str:
-    number = first["batch_size"]
-    requests = "one request" if number == 1 else f"{number} requests at a time"
+    requests = _requests(first["batch_size"])
     if first["kind"] == "none":
         return f"With {requests}, plain decoding is fastest on this machine: no tree of this head is predicted to help."
     trees = f"{_KINDS[first['kind']]}s of {counted(first['num_nodes'], 'node')}"
     return f"With {requests}, {trees} are fastest on this machine: predicted {first['speedup']:.2f} × plain decoding."
+
+
+def _requests(number: int) -> str:
+    return "one request" if number == 1 else f"{number} requests at a time"
+
+
+def _measured(size: int, rows: Sequence[Row]) -> str:
+    """Which of the timed trees is fastest, and which one was predicted to be."""
+    (nodes, best), (predicted, _) = fastest_tree(rows), fastest_tree(rows, "predicted_tokens_per_second")
+    result = f"the static tree of {nodes} nodes is fastest: {best.decode_speedup:.2f} × plain decoding"
+    result = "no static tree is faster than plain decoding" if nodes == 1 else result
+    return f"Measured with {_requests(size)}, {result}. {counted(predicted, 'node').capitalize()} had been predicted."
+
+
+def _measured_table(size: int, rows: Sequence[Row]) -> Table:
+    cells = [[column.cell(row) for column in COLUMNS] for row in rows]
+    note = "Without copies, and without the reading of prompts. In brackets: 95 % bootstrap intervals over the prompts."
+    return Table(f"Static trees with {_requests(size)}", [column.heading for column in COLUMNS], cells, note)
 
 
 def _tune_plots(record: Record, winners: list[Record]) -> Iterator[Plot]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from draftheads.errors import require_at_least
 from draftheads.settings import FROM_1, LoadSettings, OptionGroup, at_least
 
 
@@ -32,8 +33,8 @@ class TuneOptions:
     """Measure how many tokens per step a head gains on your prompts and at your temperature.
 
     Optional: every head already has such a profile. Writes acceptance.json, which is used when the head is loaded, and
-    tune.html, which shows it. An interrupted run continues with the same command. To check the predicted speeds,
-    run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
+    tune.html, which shows it. An interrupted run continues with the same command. --measure checks the
+    predicted speeds; `draftheads bench MODEL --heads HEAD --prompts FILE` compares heads on other prompts.
     """
 
     model: str
@@ -48,10 +49,14 @@ class TuneOptions:
     """Prompts that the model answers."""
     temperature: float = ReplaySettings.temperature
     """Temperature of the answers. Above 0 the model's probabilities of draft tokens count, not only its choice."""
+    measure: tuple[int, ...] | None = None
+    """Also time static trees of up to 13 sizes with so many prompts at a time. Without a number: 1. The fastest is
+    written to static-N.json, which --tree takes. A model of 135 million parameters takes minutes on two cores."""
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
 
     def __post_init__(self) -> None:
         _ = self.settings  # raises what is impossible
+        require_at_least(1, measure=min(self.measure or (1,)))
 
     @property
     def settings(self) -> ReplaySettings:
