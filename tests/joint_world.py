@@ -15,7 +15,7 @@ from draftheads.train.joint import JointLearner, JointRun
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import layers_read, new_head
 from draftheads.train.options import TrainOptions
-from draftheads.train.tuned_model import Adapter, TunedModel
+from draftheads.train.tuned_model import Adapter, AllWeights, TunedModel
 from draftheads.utils.progress import NoProgress
 from training_world import chat_model, train_options
 
@@ -38,15 +38,17 @@ def harness(
     dropout: float = 0.0,
     backbone_loss: Any = "text",
     targets: Sequence[str] = (),
+    full: bool = False,
     **changes: Any,
 ) -> tuple[JointLearner, dict[str, Tensor]]:
-    """A learner with an adapter that says something (or nothing), and a batch."""
+    """A learner with an adapter that says something (or nothing), or with all weights trained; and a batch."""
     settings = joint_options(data.parent, data, **changes)
     store = LiveStore(target, load_texts(target, [data], max_length=64), layers_read(settings, target))
     head = new_head(settings, target, store, range(len(store)))
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    adapter = Adapter(target.model, rank=4, alpha=8, dropout=dropout, targets=targets)
+    low_rank = {"rank": 4, "alpha": 8, "dropout": dropout, "targets": targets}
+    adapter: Any = AllWeights(target.model) if full else Adapter(target.model, **low_rank)
     for parameter in adapter.parameters if moved else ():
         parameter.data += 0.1 * torch.randn_like(parameter)
     tuned = TunedModel(target.model, target.tokenizer, target.model_id)

@@ -78,6 +78,32 @@ def test_losses_and_gradients_are_those_of_the_definition(
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("tied", "lm_head", "draft_vocab_size"), [(False, "shared", 48), (True, "shared", 0), (True, "own", 48)]
+)
+@pytest.mark.parametrize("loss", ["teacher", "hard"])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_losses_and_gradients_of_all_weights_are_those_of_the_definition(  # noqa: PLR0917 - pytest gives them by name
+    chats: Path, method: str, loss: Any, lm_head: Any, draft_vocab_size: int, tied: bool
+):
+    """Also of the lm_head and the embedding that heads share, at the values of this step."""
+    sizes = {"lm_head": lm_head, "draft_vocab_size": draft_vocab_size}
+    joint, batch = harness(chat_model(tie_word_embeddings=tied), chats, method=method, loss=loss, full=True, **sizes)
+    for parameter in joint.adapter.parameters:  # as after a step: the head was bound to other values
+        parameter.data = parameter.data + 0.1 * torch.randn_like(parameter)
+    found = joint(**batch, head_weight=0.3)
+    parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
+    assert len(joint.adapter.parameters) == len(list(joint.backbone.parameters())) == (20 if tied else 21)
+    gradients = torch.autograd.grad(found["loss"], parameters)
+    joint.learner.head.target_embedding = joint.backbone.get_input_embeddings().weight[:]
+    expected_backbone, expected_heads = slow_twin(joint, chat_model(), batch)
+    assert found["backbone_loss"].item() == pytest.approx(expected_backbone.item(), rel=1e-4)
+    assert found["head_losses"].tolist() == pytest.approx([mean.item() for mean in expected_heads], rel=1e-4)
+    expected = expected_backbone + 0.3 * sum(0.5**k * mean for k, mean in enumerate(expected_heads, start=1))
+    for one, other in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+
+
 def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Token by token: the mean loss of the backbone, and of every head."""
     head, model = joint.learner.head, joint.backbone

@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.cli.config import keep_config
 from draftheads.cli.show import ProgressDisplay, quiet_transformers, show_page, write_page
 from draftheads.cli.train_options import ShowBatchOptions
@@ -12,6 +13,7 @@ from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.texts import EncodedChat, load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import ChatReader, read_template
+from draftheads.models.model_names import TUNED_FOLDER
 from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.page import render
 from draftheads.reports.record_pages import batch_page
@@ -38,7 +40,9 @@ def run(options: TrainOptions) -> None:
     best = "" if report.best_step is None else f" (step {report.num_steps})"
     for out, which in {options.out: best, options.out / BEST: f" (step {report.best_step}, the best)"}.items():
         use = f"--head {out}"
-        if report.movement is not None:
+        if options.joint == "full":
+            use = f"--model {out / TUNED_FOLDER} --head {out / TUNED_FOLDER / HEAD_FOLDER}"
+        elif report.movement is not None:
             use = f"`draftheads merge --model {options.model} --adapter {out} --out …` makes one model of it"
         if report.best_step is not None or out == options.out:
             console.print(f"saved in {out}{which}; {use}", soft_wrap=True)

@@ -25,6 +25,7 @@ from draftheads.utils.messages import short
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FOLDER, BASE_FILE = "adapter", "base.json"  # of a run of `draftheads train --joint`
+TUNED_FOLDER = "tuned"  # of a run of `draftheads train --joint full`: the model
 _HUB_TIMEOUT_SECONDS = 10.0
 _MODEL_FIX = f"give {SMOLLM2_135M}, a folder, a Hugging Face id, or a loaded transformers model"
 _LONGEST_NAME = 255  # of a folder on usual file systems; paths of several folders may be longer
@@ -149,7 +150,8 @@ def _place_of(name: str, folder: Path) -> Path:
             f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"
         )
     if find_gguf_file(folder) is None and not (folder / "config.json").is_file():
-        raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
+        inner = f"; it has one in {folder / TUNED_FOLDER}" if (folder / TUNED_FOLDER).is_dir() else ""
+        raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json{inner}")
     check_config(folder)
     return folder
 

@@ -26,12 +26,12 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.train.learner import Learner
 from draftheads.train.losses import Labels, Predictions, head_losses, precedes_answer, teacher_loss, text_loss
 from draftheads.train.new_head import in_float32, layers_read
-from draftheads.train.report import Report
+from draftheads.train.report import Movement, Report
 from draftheads.train.run_folder import as_json
 from draftheads.train.trainer import Steps, computes_in_bf16, make_optimizer
 from draftheads.train.training import Run
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, rise_and_cosine
-from draftheads.train.tuned_model import Adapter, TunedModel, measure_movement
+from draftheads.train.tuned_model import Adapter, AllWeights, TunedModel, measure_movement
 from draftheads.utils.counts import counted
 from draftheads.utils.files import atomic_directory
 
@@ -42,10 +42,13 @@ class JointLearner(nn.Module):
     """Heads and model in one module: a batch of tokens goes in, L = L_LM + λ0 Σ λ_k L_k comes out.
 
     λ_k = decay^k, k from 1 (Medusa, equations 1 and 2). The heads read the live hidden states of the backbone, which is
-    the model under the heads, as in the paper. The state dict has only what is trained: the head and the adapter.
+    the model under the heads, as in the paper. The state dict has only what is trained: the head, and the adapter or
+    all weights.
     """
 
-    def __init__(self, learner: Learner, tuned: TunedModel, adapter: Adapter, *, backbone_loss: BackboneLoss) -> None:
+    def __init__(
+        self, learner: Learner, tuned: TunedModel, adapter: Adapter | AllWeights, *, backbone_loss: BackboneLoss
+    ) -> None:
         super().__init__()
         self.learner = learner
         self.backbone = tuned.model
@@ -93,6 +96,8 @@ class JointLearner(nn.Module):
             return {**losses, "loss": head_weight * losses["loss"]}
         hidden = self.tuned.live_states(token_ids, layers)  # (B, T, D or (n+1)·D), with gradients
         backbone_loss = self._backbone(self.learner.head.split(hidden)[1], token_ids, loss_mask, numbers[-1:])
+        if isinstance(self.adapter, AllWeights):
+            self.learner.follow(self.tuned.weights)
         update = self.tuned.update
         rows = update.rows(self.vocab) if update else None
         losses = self.learner(hidden, token_ids, loss_mask, rows, **given)
@@ -113,7 +118,7 @@ class JointLearner(nn.Module):
         return self
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
-        """The head's and the adapter's tensors."""
+        """The tensors of the head, and what is trained of the model."""
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         whole: dict[str, Any] = super().state_dict(*arguments, **options)
         return {name: value for name, value in whole.items() if name.startswith("learner.") or name in trained}
@@ -180,6 +185,8 @@ TUNINGS = {
     "text": Tuning("text", 0.2, rises=False, heads_first=0.5, head_rate_factor=4.0),
     "original": Tuning("original", 0.01, rises=True, heads_first=0.0, head_rate_factor=4.0),
     "direct": Tuning("text", 1.0, rises=False, heads_first=0.0, head_rate_factor=1.0),  # of table 2
+    # all weights have a rate of a tenth or less of an adapter's, heads the same
+    "full": Tuning("text", 0.2, rises=False, heads_first=0.5, head_rate_factor=50.0),
 }
 
 
@@ -188,7 +195,7 @@ class JointRun(Run):
 
     head_folder = HEAD_FOLDER
 
-    adapter: Any = None  # an Adapter, as soon as it is in the model
+    adapter: Any = None  # an Adapter, as soon as it is in the model, or AllWeights
     tuned: TunedModel
     joint: JointLearner
 
@@ -213,8 +220,6 @@ class JointRun(Run):
 
     def read_data(self) -> TrainingData:
         """Chats; the model changes, so hidden states are not stored."""
-        if is_tied(self.target.model):
-            self.progress.stage("the lm_head is not adapted: its matrix is the embedding's, too")
         self.progress.stage("reading data")
         texts = read_texts(self.target, self.options, self.left_out)
         layers = layers_read(self.options, self.target)
@@ -223,17 +228,24 @@ class JointRun(Run):
     def module(self) -> JointLearner:
         target = self.target
         torch.manual_seed(self.options.seed)
-        self.adapter = Adapter(target.model)
-        if left_out := self.adapter.left_out:
-            names, number = ", ".join(sorted(left_out)), sum(left_out.values())
-            self.progress.stage(f"not adapted, as they are no linear layers: {names} ({counted(number, 'parameter')})")
+        self.adapter = self.make_adapter()
         self.tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
         self.learner = self.learner_on(in_float32(target.weights))
         self.joint = JointLearner(self.learner, self.tuned, self.adapter, backbone_loss=self.tuning.towards)
         return self.joint
 
+    def make_adapter(self) -> Adapter | AllWeights:
+        """What is trained of the model; says what is not."""
+        if is_tied(self.target.model):
+            self.progress.stage("the lm_head is not adapted: its matrix is the embedding's, too")
+        adapter = Adapter(self.target.model)
+        if left_out := adapter.left_out:
+            names, number = ", ".join(sorted(left_out)), sum(left_out.values())
+            self.progress.stage(f"not adapted, as they are no linear layers: {names} ({counted(number, 'parameter')})")
+        return adapter
+
     def optimizer(self) -> Optimizer:
-        """Heads (group 0) and adapter (group 1), each with its learning rate."""
+        """Heads (group 0) and model (group 1), each with its learning rate."""
         rate = self.options.learning_rate * self.tuning.head_rate_factor
         heads = {"params": list(self.head.parameters()), "lr": rate}
         return make_optimizer(self.options, [heads, {"params": self.adapter.parameters}])
@@ -274,13 +286,20 @@ class JointRun(Run):
         return self.tuned
 
     def save(self, report: Report, profile: AcceptanceProfile, folder: Path) -> Report:
-        """Also the adapter, and how far the model moved."""
-        movement = measure_movement(self.tuned, self.adapter, self.data.store, self.data.held_out)
+        """Also what was trained of the model, and how far it moved."""
+        movement = self.movement()
+        self.write_model(folder)
+        return super().save(replace(report, movement=movement), profile, folder)
+
+    def movement(self) -> Movement:
+        texts = self.data.store, self.data.held_out
+        return measure_movement(self.tuned, self.tuned, *texts, off=self.adapter.off)
+
+    def write_model(self, folder: Path) -> None:
         with atomic_directory(folder / ADAPTER_FOLDER, replace=True) as staged:
             self.adapter.save(staged)
             base = {"model_id": self.target.model_id, "fingerprints": asdict(self.target.fingerprints)}
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
-        return super().save(replace(report, movement=movement), profile, folder)
 
 
 def head_weight(tuning: Tuning, step: int, num_head_steps: int, num_steps: int) -> float:

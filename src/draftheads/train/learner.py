@@ -75,6 +75,7 @@ class Learner(nn.Module):
         self.loss = loss
         self.depth_decay = depth_decay
         self.noise_alpha = noise_alpha
+        self.trained_rows: list[Tensor] = []  # of the target's lm_head, where :meth:`follow` was called
         self.logit_scale = weights.logit_scale
         self.logit_softcap = weights.logit_softcap
         config, lm_head, bias = head.config, weights.lm_head.detach(), weights.lm_head_bias
@@ -96,6 +97,18 @@ class Learner(nn.Module):
     def reads_teacher(self) -> bool:
         """Whether the loss has the target's distribution, and so works without the text's tokens."""
         return self.loss != "hard"
+
+    def follow(self, weights: TargetWeights) -> None:
+        """Reads the weights of a target as they are now, all of which are trained: the loss has gradients of them."""
+        self.head.bind(weights)
+        rows = slice(None) if self.head.config.draft_vocab_size is None else self.head.draft_vocab
+        lm_head, bias = (None if part is None else part[rows] for part in (weights.lm_head, weights.lm_head_bias))
+        assert lm_head is not None
+        self.teacher, self.teacher_bias = lm_head.detach(), None if bias is None else bias.detach()
+        self.head.target_embedding = weights.embedding[:]  # no parameter, which would become one of the head's
+        if self.head.config.lm_head == "shared":
+            self.head.lm_heads.shared, self.head.lm_heads.shared_bias = lm_head, bias
+            self.trained_rows = [lm_head] if bias is None else [lm_head, bias]
 
     def forward(
         self,
@@ -145,7 +158,11 @@ class Learner(nn.Module):
             logits=logits,
             weights=self.depth_weights,
             numbers=numbers,
-            parameters=[*self.head.logit_parameters(), *((added.down, added.up) if added else ())],
+            parameters=[
+                *self.head.logit_parameters(),
+                *self.trained_rows,
+                *((added.down, added.up) if added else ()),
+            ],
             multiple=NUM_ROWS,
         )
         if self.loss == "eagle":

@@ -233,11 +233,15 @@ def _as_options(config: HeadConfig) -> dict[str, str]:
 BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}
 
 
-def check_sizes(options: TrainOptions, config: Any) -> None:
-    """Checks the sizes of new heads against a model's configuration and the memory of this machine."""
+def check_sizes(options: TrainOptions, config: Any) -> int | None:
+    """Checks the sizes of new heads against a model's configuration and the memory of this machine.
+
+    Returns the number of parameters that are trained; None if this is not a model that can be loaded, which raises the
+    error.
+    """
     config = config.get_text_config()
     if any(getattr(config, name, None) is None for name in ("hidden_size", "vocab_size", "num_attention_heads")):
-        return  # not a model that can be loaded; loading it raises the error
+        return None
     hidden_size, vocab_size = int(config.hidden_size), int(config.vocab_size)
     recipe = {} if options.recipe is None else RECIPES[options.recipe].settings
     not_chosen = (TrainOptions.draft_vocab_size, recipe.get("draft_vocab_size"))  # not chosen for this model
@@ -249,16 +253,22 @@ def check_sizes(options: TrainOptions, config: Any) -> None:
         raise InvalidSettings(
             f"lm_head_rank is {rank}, but the hidden size of {options.model} is {hidden_size}: give a lower rank"
         )
-    count = num_parameters(options, config)
+    count, is_full = num_parameters(options, config), options.joint == "full"
+    try:
+        count += num_weights(config) if is_full else 0
+    except ValueError:  # transformers knows no such language model
+        return None
     needed, memory = count * BYTES_PER_PARAMETER[options.optimizer], memory_bytes()
     if needed > memory:
         place = "GPU" if processes.device().type == "cuda" else "machine"
         smaller = ", or give --optimizer adamw-8bit" if options.optimizer != "adamw-8bit" else ""
+        smaller += ", or give --joint text, which trains an adapter" if is_full else ""
         raise InvalidSettings(
-            f"heads of {short_count(count)} parameters need about {byte_size(needed)} of memory to train, but this "
-            f"{place} has {byte_size(memory)}: "
+            f"{'a model and ' if is_full else ''}heads of {short_count(count)} parameters need about "
+            f"{byte_size(needed)} of memory to train, but this {place} has {byte_size(memory)}: "
             f"lower --num-heads, --num-layers, --draft-vocab-size or --head-options{smaller}"
         )
+    return count
 
 
 def num_parameters(options: TrainOptions, config: Any) -> int:

@@ -71,8 +71,9 @@ class TrainOptions(OptionGroup):
     """A Jinja file, or chatml, hermes, llama-2, vicuna. In place of the tokenizer's own."""
     template_variables: tuple[str, ...] = ()
     """Of the chat template, NAME=VALUE. Such as enable_thinking=false. A head keeps them."""
-    joint: Literal["text", "original", "direct"] | None = None
-    """Tune the model, too. On the text, towards its own distribution, or without Medusa-2's rates and weights."""
+    joint: Literal["text", "original", "direct", "full"] | None = None
+    """Tune the model, too. With LoRA: on the text, towards its own distribution (original), or without Medusa-2's
+    rates and weights (direct); or all its weights, on the text (full)."""
     loss: LossKind = "teacher"
     """What heads learn. The model's distribution (teacher), the text's tokens (hard), or both as in the paper."""
     depth_decay: Annotated[float, ABOVE_0] = 0.8
@@ -136,7 +137,10 @@ class TrainOptions(OptionGroup):
         if self.joint and self.loss == "eagle":
             raise InvalidSettings("--loss eagle is not for --joint: the model would follow the heads' features")
         if self.joint and self.optimizer == "muon":
-            raise InvalidSettings("--optimizer muon is not for --joint: an adapter has no full matrices; give adamw")
+            raise InvalidSettings("--optimizer muon is not for --joint: it is for matrices inside heads; give adamw")
+        if self.joint == "full" and self.precision == "4bit":
+            fix = "give another --precision, or --joint text, which trains an adapter beside them"
+            raise InvalidSettings(f"--precision 4bit is not for --joint full: 4 bits cannot be trained; {fix}")
 
     @classmethod
     def of(cls, **settings: Any) -> Self:

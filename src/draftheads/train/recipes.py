@@ -45,6 +45,7 @@ _MEDUSA = (
     | _from("section 4", num_heads=5, num_layers=1, depth_decay=0.8)
 )
 _JOINT: Mapping[str, Any] = {"method": "medusa", "learning_rate": 2.5e-4}  # of --joint without a recipe
+_FULL_RATE = 2e-5  # of all weights of a model, with any recipe: Vicuna's own. The paper's rates are those of adapters
 _HYDRA = (
     _from("section 3", num_layers=1)
     | _from("section 5", learning_rate=1e-3, betas=(0.9, 0.999), epochs=1)
@@ -183,6 +184,8 @@ def defaults_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     name, start = given.get("recipe"), given.get("start_from")
     settings = dict(_JOINT if given.get("joint") else {}) if name is None else recipe(name).settings
+    if given.get("joint") == "full":
+        settings["learning_rate"] = _FULL_RATE
     method = given.get("method") or settings.get("method")
     if start is not None and method:
         from draftheads.train.new_head import settings_of  # noqa: PLC0415 - slow to import; few runs start from a head

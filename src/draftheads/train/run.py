@@ -7,6 +7,7 @@ from typing import Any
 from draftheads.errors import InvalidSettings
 from draftheads.models.model_names import model_name
 from draftheads.train import processes
+from draftheads.train.full import FullRun
 from draftheads.train.joint import JointRun
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
@@ -60,5 +61,6 @@ def _path(value: object, what: str) -> Path:
 
 def train(options: TrainOptions, progress: Progress) -> Report | None:
     """Trains a head with these options; results and errors as of :func:`train_head`."""
-    report: Report | None = (JointRun if options.joint else Run)(options, progress).run()
+    kind = {None: Run, "full": FullRun}.get(options.joint, JointRun)
+    report: Report | None = kind(options, progress).run()
     return report

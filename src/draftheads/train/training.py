@@ -143,8 +143,12 @@ class Run:
             dtype=self.dtype,
             four_bit=self.options.precision == "4bit",
             chat_template=chat_template_text(self.options),
-            check=partial(check_sizes, self.options),
+            check=self.check_model,
         )
+
+    def check_model(self, config: Any) -> None:
+        """Checks the sizes of a model of this configuration, before its weights are read."""
+        check_sizes(self.options, config)
 
     def dtype(self, config: Any) -> torch.dtype:
         """The type in which a model of this configuration is loaded."""
@@ -229,6 +233,10 @@ class Run:
     def decoding_model(self) -> TargetModel:  # that the head is for
         return self.target
 
+    def base_in(self, folder: Path) -> TargetModel:
+        """The same, by the name that the head in this output folder records."""
+        return self.decoding_model
+
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
         """The head of the last step, and before it the one with the lowest held-out loss if it is another one."""
         path, num_steps = self.folder.path, self.data.num_steps
@@ -280,7 +288,7 @@ class Run:
         write_atomic(folder / "metrics.json", as_json({**asdict(report), **made}))
         card = model_card(report, made["options"], made["provenance"])
         # last: if the head is there, the run is complete
-        save_head(self.head, folder / self.head_folder, base=self.decoding_model, card=card, profile=profile)
+        save_head(self.head, folder / self.head_folder, base=self.base_in(folder), card=card, profile=profile)
         return report
 
     def tidy_up(self) -> None:

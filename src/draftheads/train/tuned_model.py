@@ -10,8 +10,8 @@ not change the other.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from draftheads.models.model_names import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
     BASE_FILE,
+    TUNED_FOLDER,
     base_of,
     find_adapter,
     kind_of_folder,
@@ -116,6 +117,36 @@ class Adapter:
         self.peft_model.unload()
 
 
+class AllWeights:
+    """All weights of a model, which are trained: what an :class:`Adapter` is without one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.parameters: list[nn.Parameter] = list(model.requires_grad_(True).parameters())  # noqa: FBT003 - torch's own
+
+    def off(self) -> AbstractContextManager[None]:
+        """Only as long as no weight has changed: there is no second model in memory."""
+        return nullcontext()
+
+    def set_dropout(self, *, on: bool) -> None:
+        """There is none."""
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """Writes the model in another type; the one in memory stays as it is."""
+        own = [weight.data for weight in self.parameters]
+        try:
+            cast_weights(self.model, dtype)
+            with without_bars():
+                self.model.save_pretrained(folder)
+        finally:
+            for weight, data in zip(self.parameters, own, strict=True):
+                weight.data = data
+
+    def remove(self) -> None:
+        """The model keeps its new weights."""
+        self.model.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+
+
 def linear_layers(model: Any) -> list[str]:
     """Last parts of the names of all linear layers; the whole name if the last part is a number.
 
@@ -173,20 +204,27 @@ class TunedModel(TargetModel):
 
 
 @torch.no_grad()
-def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, documents: Sequence[int]) -> Movement:
-    """The movement on these documents. Both models read the true text."""
+def measure_movement(
+    tuned: TargetModel,
+    original: TargetModel,
+    store: Documents,
+    documents: Sequence[int],
+    *,
+    off: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Movement:
+    """The movement on these documents. Both models read the true text, the original one while an adapter is ``off``."""
     sums = torch.zeros(4, dtype=torch.float64)
     num_tokens = 0
     for index in documents:
         positions = precedes_answer(store.loss_masks[index][None])
         token_ids = store.token_ids[index].to(tuned.device)
         after = tuned.hidden_states(token_ids[None])[0]  # (T, D)
-        with adapter.off():
-            before = tuned.hidden_states(token_ids[None])[0]
+        with off():
+            before = original.hidden_states(token_ids[None])[0]
         for chunk in positions.to(tuned.device).split(CHUNK_SIZE):
-            with adapter.off():
-                original = tuned.logits(before[chunk])
-            sums += compare(original, tuned.logits(after[chunk]), token_ids[chunk + 1])
+            with off():
+                logits = original.logits(before[chunk])
+            sums += compare(logits, tuned.logits(after[chunk]), token_ids[chunk + 1])
         num_tokens += len(positions)
     if num_tokens == 0:
         raise DataError(f"no assistant token in {counted(len(documents), 'held-out text')}: give more data")
@@ -215,7 +253,8 @@ def merge(options: MergeOptions) -> int:
     The adapter is that of a joint run, with its head, or any other adapter of peft that can be merged.
     """
     out, run = user_path(options.out), user_path(options.adapter)
-    name = options.model or base_of(str(_adapter_in(run)))
+    adapter = _adapter_in(run)
+    name = options.model or base_of(str(adapter))
     dtype = DTYPES[options.dtype] if options.dtype else stored_dtype(name)
     base = TargetModel.load(name, dtype=torch.float32, device="cpu")
     was_tied = is_tied(base.model)
@@ -247,6 +286,8 @@ def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: 
 def _adapter_in(run: Path) -> Path:
     if (found := find_adapter(run)) is not None:
         return found
+    if (whole := run / TUNED_FOLDER).is_dir():
+        raise InvalidSettings(f"{run} is of `train --joint full`: {whole} is the whole model, nothing is to be merged")
     kind = kind_of_folder(run)
     what = f"{run} is a {kind}" if kind else f"no {ADAPTER_CONFIG} in {run}"
     raise ModelNotFound(f"no adapter at {run}: {what}; give the folder of a PEFT adapter, or of a joint run")

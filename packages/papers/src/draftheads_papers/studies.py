@@ -14,7 +14,7 @@ from draftheads.data.records import own_prompts, prompts_in
 from draftheads.heads import head_classes
 from draftheads.heads.base import HeadConfig
 from draftheads.loading import load
-from draftheads.models.model_names import ADAPTER_FOLDER
+from draftheads.models.model_names import ADAPTER_FOLDER, TUNED_FOLDER
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import Report
@@ -44,12 +44,14 @@ class Variant:
 
     @property
     def model(self) -> Path | None:
-        """The adapter of a tuned model."""
-        return self.options.out / ADAPTER_FOLDER if self.options.joint else None
+        """A tuned model, or its adapter."""
+        joint = self.options.joint
+        return self.options.out / (TUNED_FOLDER if joint == "full" else ADAPTER_FOLDER) if joint else None
 
 
 def head_of(options: TrainOptions) -> Path:
-    return options.out / HEAD_FOLDER if options.joint else options.out
+    out = options.out / TUNED_FOLDER if options.joint == "full" else options.out
+    return out / HEAD_FOLDER if options.joint else out
 
 
 def planned(table: PaperTable, model: str, out: Path, budget: Mapping[str, Any]) -> dict[str, TrainOptions]:
