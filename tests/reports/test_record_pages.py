@@ -130,11 +130,10 @@ def test_the_verdict_says_where_no_tree_is_faster():
 
 def timed(nodes: int, predicted: float, speed: float) -> dict[str, Any]:
     numbers = {"num_nodes": nodes, "predicted_tokens_per_second": predicted, "predicted_speedup": predicted / 40}
-    bounds = (speed / 50 - 0.25, speed / 50 + 0.25)
     row = Row(
         name="head", tokens_per_step=1.5, predicted_tokens_per_step=1.75, tokens_per_second=9.0, speedup=9.0,
-        decode_tokens_per_second=speed, decode_speedup=speed / 50, decode_speedup_interval=bounds, numbers=numbers,
-        settings={"temperature": 0.7},
+        decode_tokens_per_second=speed, decode_speedup=speed / 50, decode_speedup_interval=(1, 2), numbers=numbers,
+        decode_tokens_per_second_interval=(speed - 5, speed + 5), num_answers=16, num_different=nodes // 9,
     )  # fmt: skip
     return asdict(row)
 
@@ -143,13 +142,14 @@ def test_timed_trees_have_a_sentence_and_a_table_for_each_batch_size():
     one, four = [timed(1, 40, 50), timed(3, 80, 75), timed(9, 60, 70)], [timed(1, 40, 50), timed(3, 44, 45)]
     page = tune_page({**TUNE, "measured": {"1": one, "4": four}})
     assert (
-        "Measured with one request, the static tree of 3 nodes is fastest: 1.50 × plain decoding. 3 nodes had "
-        "been predicted. Measured with 4 requests at a time, no static tree is faster than plain decoding. 3 nodes had "
-        "been predicted. Predicted means"
+        "Measured with one request, the static tree of 3 nodes is fastest: 1.50 × plain decoding. 3 nodes had been "
+        "predicted; 31 of 32 answers have the text of plain decoding. Measured with 4 requests at a time, no static "
+        "tree is faster than plain decoding. 3 nodes had been predicted; 16 of 16 answers have the text of plain "
+        "decoding. Predicted means"
     ) in page.note
     *_, first, second = page.tables
     assert (first.title, second.title) == ("Static trees with one request", "Static trees with 4 requests at a time")
-    assert first.rows[1] == ["3", "1.75", "1.50", "80.0", "75.0", "2.00", "1.50 (1.25-1.75)", ""]
+    assert first.rows[1] == ["3", "1.75", "1.50", "80.0", "75.0 (70.0-80.0)", "2.00", "1.50"]
 
 
 def test_tables_are_by_requests_by_size_of_tree_and_by_head():

@@ -30,7 +30,6 @@ COLUMNS = (
     Column("decode_tokens_per_second", "tokens/s, measured", ".1f"),
     Column("predicted_speedup", "× plain, predicted"),
     Column("decode_speedup", "× plain, measured"),
-    Column("same_text", "same text", str),
 )
 
 

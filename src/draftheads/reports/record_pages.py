@@ -189,11 +189,14 @@ def _measured(size: int, rows: Sequence[Row]) -> str:
     (nodes, best), (predicted, _) = fastest_tree(rows), fastest_tree(rows, "predicted_tokens_per_second")
     result = f"the static tree of {nodes} nodes is fastest: {best.decode_speedup:.2f} × plain decoding"
     result = "no static tree is faster than plain decoding" if nodes == 1 else result
-    return f"Measured with {_requests(size)}, {result}. {counted(predicted, 'node').capitalize()} had been predicted."
+    different, every = (sum(getattr(row, name) for row in rows[1:]) for name in ("num_different", "num_answers"))
+    texts = f"{every - different} of {every} answers have the text of plain decoding"
+    return f"Measured with {_requests(size)}, {result}. {counted(predicted, 'node')} had been predicted; {texts}."
 
 
 def _measured_table(size: int, rows: Sequence[Row]) -> Table:
-    cells = [[column.cell(row) for column in COLUMNS] for row in rows]
+    # with intervals of all numbers the table would not fit a terminal
+    cells = [[each.cell(row, intervals=each.name == "decode_tokens_per_second") for each in COLUMNS] for row in rows]
     note = "Without copies, and without the reading of prompts. In brackets: 95 % bootstrap intervals over the prompts."
     return Table(f"Static trees with {_requests(size)}", [column.heading for column in COLUMNS], cells, note)
 
