@@ -17,7 +17,7 @@ from draftheads.heads.base import DraftHead, EmbeddingConfig
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Context
+from draftheads.speculation.draft import Context, TargetWeights
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.testing import _context, check_head
@@ -251,6 +251,34 @@ def test_ibms_weights_start_at_one_over_the_root_of_the_size(model: TargetModel)
         assert float(weight.std()) == pytest.approx(0.1, rel=0.1), name
         assert abs(float(weight.mean())) < 0.01, name
     assert {float(weight.detach().mean()) for weight in head.parameters() if weight.dim() == 1} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"embeddings": "own", "scale_input": True},
+        {},
+        {"scale_input": True},
+        {"tie_weights": True},
+        {"inner_size": 300},
+        {"num_heads": 4},
+    ],
+)
+def test_half_of_ibms_last_state_stems_from_h_t_at_the_start(options: dict[str, Any]) -> None:
+    """By mean squares in front of each norm, whatever the sizes of hidden states and of the target's embeddings."""
+    torch.manual_seed(0)
+    config = MlpSpeculatorConfig(200, 400, **{"num_heads": 3, "embedding_scale": 20.0, **options})
+    head, embedding = MlpSpeculatorHead(config), 0.1 * torch.randn(400, 200)
+    head.initialise(TargetWeights(embedding, embedding))
+    of_states, of_tokens = [*head.projections], [*head.embeddings, *head.embedding_projections]
+    squares: dict[Any, list[Tensor]] = {part: [] for part in (*of_states, *of_tokens)}
+    for part in (*of_states, *of_tokens):
+        part.register_forward_hook(lambda part, _, out: squares[part].append(out.detach().square().mean()))
+    head(2.0 * torch.randn(20, 50, 200), torch.randint(400, (20, 50)))
+    states, tokens = (torch.stack([x for part in parts for x in squares[part]]) for parts in (of_states, of_tokens))
+    shares = states / (states + head.embedding_weight**2 * tokens)
+    assert float(shares.prod()) == pytest.approx(0.5, abs=0.06)
+    assert float(shares.max() - shares.min()) < 0.06  # all stages weigh them in the same way
 
 
 def numbers(head: DraftHead) -> dict[str, Tensor]:

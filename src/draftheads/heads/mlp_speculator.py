@@ -19,6 +19,7 @@ from draftheads.heads.layers import linears
 from draftheads.speculation.draft import TargetWeights
 
 _EPSILON = 1e-6
+_STATE_SQUARE = 0.425  # mean square of states: of GELU(x), x of variance 1 around 0
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ class MlpSpeculatorHead(DraftHead):
     """One stage for each depth.
 
     State and embedding are weighted such that after n stages of equal variance half of the state's stems from h_t:
-    w_s = 2^(-1/(2n)), w_e = √((1 - w_s²) M / 2), M the size of a state; as a norm follows, only w_e / w_s matters. The
-    target's embeddings are as large as hidden states already: w_e = √(1 - w_s²).
+    w_s = 2^(-1/(2n)), w_e = √((1 - w_s²) M / 2), M the size of a state; as a norm follows, only w_e / w_s matters.
     All weights start with a standard deviation of M^-1/2, as the paper has it (4096^-1/2 at its size).
+    Scaled embeddings of the target are as large as its hidden states, in general not as large as states behind GELU. So
+    with them, layers that read either start such that their outputs are as large as states; then w_e = √(1 - w_s²).
     The papers' lm_heads are each stage's own. Reading them through the target's, a linear layer brings states, which
     GELU leaves hardly any negative numbers, to where hidden states are: ours, which starts as any linear
     layer does.
@@ -91,7 +93,7 @@ class MlpSpeculatorHead(DraftHead):
         size, hidden, stages = config.state_size, config.hidden_size, config.num_heads
         state_weight = 0.5 ** (0.5 / stages)
         own = config.embeddings == "own"
-        # own ones have a variance of 1/M, the target's are brought to that of hidden states
+        # own ones have a variance of 1/M, the target's are brought to that of states
         self.embedding_weight = math.sqrt((1 - state_weight**2) * (size / 2 if own else 1)) / state_weight
         distinct = 1 if config.tie_weights else stages
         further = min(1, stages - 1) if config.tie_weights else stages - 1
@@ -102,6 +104,16 @@ class MlpSpeculatorHead(DraftHead):
         self.outputs = linears(distinct if config.lm_head == "shared" else 0, size, hidden, bias=True)
         for layer in (*self.projections, *self.embeddings, *self.embedding_projections):
             nn.init.normal_(layer.weight, std=size**-0.5)
+
+    def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
+        """With the target's embeddings, outputs of the layers on these and on h_t start as large as states."""
+        super().initialise(weights, draft_vocab)
+        if self.options.embeddings == "own":
+            return
+        large = self.hidden_scale(weights)
+        inputs = [(self.projections[0], 0.5**0.5 if self.options.scale_input else large)]
+        for layer, scale in (*inputs, *((layer, large) for layer in self.embedding_projections)):
+            nn.init.normal_(layer.weight, std=math.sqrt(_STATE_SQUARE / self.config.hidden_size) / scale)
 
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
         """They read states, not hidden states: they start small and random instead of as the target's."""
