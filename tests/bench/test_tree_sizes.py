@@ -129,3 +129,10 @@ def test_a_head_without_an_accepted_token_has_no_trees_to_time(model: TargetMode
     engine = Engine(model, head, profile=profile, costs=COSTS)
     with pytest.raises(InvalidSettings, match="at least 2"):
         time_trees(engine, (1,), PROMPTS, folder=tmp_path, progress=NoProgress())
+
+
+def test_trees_are_timed_at_the_temperature_of_the_profile(model: TargetModel, head: DraftHead, tmp_path: Path):
+    engine = Engine(model, head, profile=tiny_profile(TREES["ragged"], temperature=0.8), costs=COSTS)
+    rows, _ = time_trees(engine, (1,), PROMPTS[:3], folder=tmp_path, progress=NoProgress())
+    assert [row.settings["temperature"] for row in rows[1]] == [0.8] * len(SIZES)
+    assert [row.num_different for row in rows[1]] == [0] * len(SIZES), "the same seeds"
