@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from byte_tokenizers import byte_level
-from draftheads.decode.answer_forms import FORMS, AnswerForm, form_of
+from draftheads.decode.answer_forms import FORMS, AnswerForm, form_of, shown_tokens
 from draftheads.decode.answer_forms.channels import GEMMA_4, HARMONY
 from draftheads.decode.answer_forms.form import CallForm, ToolCall, schemas_of, typed
 from draftheads.decode.answer_forms.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, MISTRAL_LIST
@@ -332,6 +332,67 @@ def test_the_template_or_the_tokens_show_the_form(name: str):
     assert set(FORMS) == {family.form for family in FAMILIES.values()}
 
 
+PYTHON_TAGS = "<|python_start|>%s<|python_end|>"
+NAME_OF_TOOL = '{"name": "{{ t.function.name }}", "parameters": {{ t.function.parameters | tojson }}}'
+COMMENTARY = "<|channel|>commentary to=functions.%s<|message|>{}"
+TO = "<|start|>assistant to=functions.%s<|channel|>commentary json<|message|>{}<|call|>"
+# texts that the families' templates do not write, the content, and what is called
+OTHERWISE: list[tuple[str, str, str, str]] = [
+    ("gpt-oss", "<|channel|>analysis to=functions.now <|constrain|>json<|message|>{}<|call|>", "", "now {}"),
+    ("gpt-oss", f"<|channel|>final<|message|>Hi<|end|>{TO % 'now'}", "Hi", "now {}"),
+    ("gpt-oss", " to=functions.now<|channel|>commentary json<|message|>{}<|call|>", "", "now {}"),
+    ("gpt-oss", COMMENTARY % "a-b.c" + "<|end|><|start|>assistant<|channel|>final<|message|>Hi", "Hi", "a-b.c {}"),
+    ("gpt-oss", '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', '{"a": 1}', ""),
+    ("gpt-oss", "<|channel|>final<|message|>Hi<|call|>", "Hi", ""),
+    ("gemma-4", '<|tool_call>call:a-b{c:{"d":"e\\" f: g"}}<tool_call|>', "", 'a-b {"c":{"d":"e\\" f: g"}}'),
+    ("llama-3", '{"type": "function", "name": "now", "parameters": {}}', "", "now {}"),
+    ("llama-3", '{"name": "now", "parameters": {}}; {"name": "a", "parameters": {}}', "both", ""),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}", "", "now {}"),
+    ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>Hi', "Hi", "now {}"),
+    ("qwen3.5", "<tool_call><function= now ></function></tool_call>", "", "now {}"),
+    ("qwen3.5", "<tool_call><function=now>5</function></tool_call>", "both", ""),
+    ("llama-4", PYTHON_TAGS % "[now()]", "", "now {}"),
+    ("llama-4", '[now(from=1, a="\\d")]', "", 'now {"from": 1, "a": "\\\\d"}'),
+    ("llama-4", "[now(1)]", "both", ""),
+    ("llama-4", "[now(**a)]", "both", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "called"), OTHERWISE)
+def test_what_models_write_otherwise(name: str, text: str, content: str, called: str):
+    form = FAMILIES[name].form
+    found = AnswerText(AnswerForm(form, form.thinking, shows_tools=True), schemas_of(TOOLS)).push(text, is_end=True)
+    assert found.texts() == ({"content": text if content == "both" else content} if content else {})
+    assert " ".join(f"{call.name} {call.arguments}" for call in found.calls) == called
+
+
+def test_what_shows_a_form_otherwise():
+    tools = "{% for t in tools or [] %}%s{% endfor %}"
+    assert form_of(reader(tools.replace("%s", "<|python_start|>"))).calls is PYTHONIC
+    assert form_of(reader(tools.replace("%s", NAME_OF_TOOL))).calls is None, "so a tool is shown, and no call"
+    refusing = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    assert form_of(reader(refusing + tools.replace("%s", "<tool_call>"))).calls is HERMES
+    special = {"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"}
+    special |= {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
+    special |= {"<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>', "<|inner_prefix|>"}
+    assert shown_tokens([*special, "<|other|>"]) == special
+    assert shown_tokens(["<|end|>", "[CALL_ID]"]) == set(), "they are tags only beside the others"
+
+
+def test_what_begins_no_call_is_not_held_back():
+    separator = AnswerText(AnswerForm(PYTHONIC, None, shows_tools=True), schemas_of(TOOLS))
+    assert separator.push("[1, 2] and").texts() == {"content": "[1, 2] and"}
+
+
+def test_an_answer_of_gpt_oss_has_one_call_and_its_forms_have_a_channel():
+    text = '{"type": "object"}'
+    one, several = (HARMONY.grammar(schemas_of(TOOLS), {}, text=text, parallel=each) for each in (False, True))
+    assert one == several
+    assert '"<|channel|>final<|message|>" r' in one
+    free = world("gpt-oss").chat_call(response_format={"type": "json_object"})
+    assert world("gpt-oss").prompt_of(free).endswith("assistant:<|channel|>final<|message|>")
+
+
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", '{"a": 1}')
 CASES: dict[str, tuple[Any, ...]] = {  # text, content, calls, thought
@@ -361,6 +422,14 @@ CASES: dict[str, tuple[Any, ...]] = {  # text, content, calls, thought
         [ToolCall("add", '{"a": "<think>"}')],
     ),
     "an end without a beginning": ("a </think> b", "a </think> b", []),
+    "arguments in another member": (
+        '<tool_call>{"b": {"arguments": {"c": 2}}, "name": "add", "arguments": {"a": 1}}</tool_call>',
+        "",
+        [ADD],
+    ),
+    "spaces in a name": (CALL.replace('"add"', '" add "'), "", [ADD]),
+    "no name": (CALL.replace("add", " "), CALL.replace("add", " "), []),
+    "half a character in a name": (CALL.replace("add", "\\ud83d"), CALL.replace("add", "\\ud83d"), []),
 }
 
 
@@ -429,9 +498,15 @@ def test_odd_arguments_can_be_sent_back(arguments: str):
     [
         ("3", {"type": "string"}, '"3"'),
         ("3", {"enum": ["3", "4"]}, '"3"'),
+        ("3", {"const": "3"}, '"3"'),
         ("3", {"$ref": "#/$defs/text"}, '"3"'),
+        ("3", {"$ref": "#/$defs/text", "description": "a text"}, '"3"'),
+        ("3", {"allOf": [{"anyOf": [{"type": "string"}]}]}, '"3"'),
         ("3", {"anyOf": [{"type": "string"}, {"type": "null"}]}, '"3"'),
         ("null", {"type": ["string", "null"]}, "null"),
+        ("null", {"type": "string"}, '"null"'),
+        (" 3\n", {"type": "integer"}, "3"),
+        ("(1e999,)", {"type": "array"}, '"(1e999,)"'),
         ("3", {}, "3"),
         ("3.10", {"type": "number"}, "3.10"),
         ("True", {"type": "boolean"}, "true"),
@@ -453,6 +528,7 @@ def test_values_without_quotes_have_the_types_of_the_schema(text: str, schema: A
         ("qwen3.5", {"name": "a", "parameters": {"anyOf": []}}, "'anyOf' of parameters"),
         ("glm", {"name": "a", "parameters": {"properties": {"b": {"type": "string", "pattern": "a+"}}}}, "pattern"),
         ("lfm2", {"name": "a-b"}, "the name 'a-b'"),
+        ("llama-4", {"name": "a-b"}, "the name 'a-b'"),
     ],
 )
 def test_calls_that_a_form_cannot_write_are_not_forced(name: str, tool: dict[str, Any], problem: str):
