@@ -266,6 +266,63 @@ def test_grammars_of_calls_allow_no_others(name: str):
         assert state.num_allowed(ids) < len(ids)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "allowed", "refused"),
+    [
+        ({"properties": {"a": {"const": "x"}}}, {"a": "x"}, {"a": "y"}),
+        ({"properties": {"a": {"enum": ["x", 5]}}}, {"a": "x"}, {"a": "y"}),
+        ({"properties": {"a": {"type": "string", "minLength": 2}}}, {"a": "xy"}, {"a": "x"}),
+        ({"properties": {"a": {"type": "string", "maxLength": 2}}}, {"a": "xy"}, {"a": "xyz"}),
+        ({"required": ["b"]}, {"b": 5}, {}),
+        ({"properties": {"a": {"type": "integer"}}}, {}, {"a": "x"}),
+        (
+            {"properties": {"a": {"items": {"$ref": "#/$defs/n"}}}, "$defs": {"n": {"enum": [5]}}},
+            {"a": [5]},
+            {"a": [6]},
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3.5", "glm", "gemma-4", "lfm2"])
+def test_grammars_of_single_arguments(name: str, parameters: Any, allowed: Any, refused: Any):
+    one, family = world(name), FAMILIES[name]
+    tool = {"name": "get_tide", "parameters": {"type": "object", **parameters}}
+    for arguments, is_allowed in ((allowed, True), (refused, False)):
+        fields: dict[str, Any] = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+        state = one.chat_call(**fields).requests[0].grammar_state
+        ids = [*one.ids(family.written(arguments) + family.form.layout[2]), 0]
+        assert state is not None
+        assert (state.num_allowed(ids) == len(ids)) == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments"),
+    [
+        (GEMMA_4, 'get_tide{at:<|"|>3<|"|>,day:2,hi', '{"at": "3", "day": 2'),
+        (LFM2, 'get_tide(at="3", day=2, hi', '{"at": "3", "day": 2'),
+        (
+            XML,
+            "<function=get_tide>\n<parameter=at>\n3\n</parameter>\n<parameter=day>\n2\n</par",
+            '{"at": "3", "day": 2',
+        ),
+        (HERMES, '{"name": "get_tide", "arguments": {"at": "3"', '{"at": "3"'),
+    ],
+)
+def test_the_members_of_a_call_that_is_cut_off(form: CallForm, text: str, arguments: str):
+    assert form.part(text, schemas_of(TOOLS)) == [ToolCall("get_tide", arguments, is_cut=True)]
+
+
+def test_a_token_that_ends_a_text_has_what_is_before_it_in_the_text():
+    one = only_read(tiny_engines(FAMILIES["qwen3.5"].template, tokens=("</parameter>",)))
+    state = one.chat_call(tools=TOOLS, tool_choice="required").requests[0].grammar_state
+    ids = one.ids(FAMILIES["qwen3.5"].written({"at": "3", "day": 2}))
+    assert state is not None
+    assert state.num_allowed(ids) == len(ids)
+
+
+def test_a_function_without_parameters_takes_no_arguments():
+    assert schemas_of([{"name": "a"}]) == {"a": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
 @every
 def test_calls_can_be_sent_back(name: str):
     """A template writes the calls of a message as the model would; from there they are the same."""

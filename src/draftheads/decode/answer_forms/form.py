@@ -184,7 +184,7 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    return "/" + pattern.replace("/", r"\/").replace("\n", r"\n") + "/"
+    return "/" + pattern.replace("/", r"\/").replace("\\\n", "\n").replace("\n", r"\n") + "/"
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
