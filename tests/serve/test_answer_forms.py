@@ -406,12 +406,17 @@ OTHERWISE: list[tuple[str, str, str, str]] = [
     ("llama-3", '{"name": "now", "parameters": {}}; {"name": "a", "parameters": {}}', "both", ""),
     ("mistral", "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}", "", "now {}"),
     ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>Hi', "Hi", "now {}"),
-    ("qwen3.5", "<tool_call><function= now ></function></tool_call>", "", "now {}"),
+    (
+        "qwen3.5",
+        "<tool_call><function= get_tide ><parameter=at>3</parameter></function></tool_call>",
+        "",
+        'get_tide {"at": "3"}',
+    ),
     ("qwen3.5", "<tool_call><function=now>5</function></tool_call>", "both", ""),
     ("llama-4", PYTHON_TAGS % "[now()]", "", "now {}"),
     ("llama-4", '[now(from=1, a="\\d")]', "", 'now {"from": 1, "a": "\\\\d"}'),
     ("llama-4", "[now(1)]", "both", ""),
-    ("llama-4", "[now(**a)]", "both", ""),
+    ("llama-4", "[now(**{'a': 1})]", "both", ""),
 ]
 
 
@@ -428,7 +433,14 @@ def test_what_shows_a_form_otherwise():
     assert form_of(reader(tools.replace("%s", "<|python_start|>"))).calls is PYTHONIC
     assert form_of(reader(tools.replace("%s", NAME_OF_TOOL))).calls is None, "so a tool is shown, and no call"
     refusing = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
-    assert form_of(reader(refusing + tools.replace("%s", "<tool_call>"))).calls is HERMES
+    shown = form_of(reader(refusing + tools.replace("%s", "{{ t | tojson }}<tool_call>")))
+    assert (shown.calls, shown.shows_tools) == (HERMES, True), "a template may refuse calls"
+    assert form_of(reader("<|begin_of_thought|>a<|end_of_thought|>")).thinking == (
+        "<|begin_of_thought|>",
+        "<|end_of_thought|>",
+    )
+    assert form_of(reader(FAMILIES["gpt-oss"].template)).thinking == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert form_of(reader("", "<|channel|>")).thinking == HARMONY.thinking
     special = {"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"}
     special |= {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
     special |= {"<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>', "<|inner_prefix|>"}
