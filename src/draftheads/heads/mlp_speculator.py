@@ -111,9 +111,10 @@ class MlpSpeculatorHead(DraftHead):
         if self.options.embeddings == "own":
             return
         large = self.hidden_scale(weights)
-        inputs = [(self.projections[0], 0.5**0.5 if self.options.scale_input else large)]
-        for layer, scale in (*inputs, *((layer, large) for layer in self.embedding_projections)):
-            nn.init.normal_(layer.weight, std=math.sqrt(_STATE_SQUARE / self.config.hidden_size) / scale)
+        of_hidden = 0.5**0.5 if self.options.scale_input else large
+        for i, layer in enumerate((self.projections[0], *self.embedding_projections)):
+            inputs = large if i else of_hidden
+            nn.init.normal_(layer.weight, std=math.sqrt(_STATE_SQUARE / self.config.hidden_size) / inputs)
 
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
         """They read states, not hidden states: they start small and random instead of as the target's."""
