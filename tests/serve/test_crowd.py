@@ -180,12 +180,12 @@ def num_threads() -> int:
 
 @pytest.mark.parametrize("num_clients", some([80, 660], 80))  # 660 have more than 500 answers
 def test_a_crowd_leaves_no_trace(world: tuple[Running, list[Question], list[Question]], num_clients: int):
-    server, *asked = world
-    asyncio.run(crowd(server, *asked, 40))  # threads and files that stay are open now
+    server, short, long = world
+    asyncio.run(crowd(server, short, long, 40))  # threads and files that stay are open now
     wait_until(lambda: is_idle(server))
     process, old = psutil.Process(), server.scheduler.snapshot()
     before = (process.num_fds(), num_threads(), old.prefix_bytes > 0)
-    num_answers = asyncio.run(crowd(server, *asked, num_clients))
+    num_answers = asyncio.run(crowd(server, short, long, num_clients))
     wait_until(lambda: is_idle(server))
     end = server.scheduler.snapshot()
     assert (process.num_fds(), num_threads(), end.prefix_bytes > 0) == before
