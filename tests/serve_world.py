@@ -1,15 +1,16 @@
 """A server in a thread, on loopback, with a tiny model that reads any text."""
 
 import asyncio
+import atexit
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx2
 import torch
@@ -24,14 +25,15 @@ from draftheads.models.model import TargetModel
 from draftheads.serve.app import HttpServer, http_server
 from draftheads.serve.chat_completions import ChatCall, ChatFields, read_chat
 from draftheads.serve.guard import Access, HttpLimits
-from draftheads.serve.limited import Untried
+from draftheads.serve.limited import Trials
 from draftheads.serve.options import listen
 from draftheads.serve.responses import ResponseCall, ResponseFields, read_response
 from draftheads.serve.scheduler import Limits, Scheduler
-from draftheads.serve.state import ServedModel, Service
+from draftheads.serve.state import ServedModel, Service, Untried
 from draftheads.speculation.shapes import BestFirst
 from families import SMALL, tiny_head
 
+T = TypeVar("T")
 NAME = "tiny"
 PLAIN = f"{NAME}:plain"
 SNAPSHOTS = Path(__file__).parent / "serve" / "snapshots"
@@ -55,6 +57,10 @@ def tiny_engines(
     plain = Engine(target)
     drafting = Engine(target, tiny_head("medusa", target), shape=BestFirst(12))
     return {NAME: drafting, PLAIN: plain}
+
+
+_TRIALS = Trials()  # of all services without a server
+atexit.register(_TRIALS.close)
 
 
 @dataclass(frozen=True)
@@ -94,16 +100,21 @@ class Running:
     def chat_call(self, **fields: Any) -> ChatCall:
         """A chat that is read and not answered."""
         body = ChatFields.model_validate({"model": NAME, "messages": [USER], **fields})
-        try:
-            return read_chat(body, self.service)
-        except Untried as untried:  # a server does it in another process
-            compiler, grammar, _ = untried.args
-            compiler.compile(grammar)
-            return read_chat(body, self.service)
+        return self.read(read_chat, body)
 
     def response_call(self, **fields: Any) -> ResponseCall:
         body = ResponseFields.model_validate({"model": NAME, "input": USER["content"], **fields})
-        return read_response(body, self.service)
+        return self.read(read_response, body)
+
+    def read(self, function: Callable[[Any, Service], T], fields: Any, *, compiles: bool = True) -> T:
+        """A request that is read here, with what takes long in its process; ``compiles``: also grammars."""
+        while True:
+            try:
+                return function(fields, self.service)
+            except Untried as trial:
+                if trial.compiler is not None and not compiles:
+                    raise
+                self.service.try_now(trial, self.service.trials.connect(trial.compiler))
 
     def prompt_of(self, call: ChatCall) -> str:
         """The text that the model reads."""
@@ -158,6 +169,7 @@ def running(
 def only_read(engines: Mapping[str, Engine]) -> Running:
     """No server: it reads requests and answers none."""
     service, none = Service(), cast("HttpServer", None)
+    service.trials = _TRIALS
     scheduler = Scheduler(engines, Limits(kv_bytes=1 << 26))
     service.open([ServedModel(name, NAME, None) for name in engines], scheduler)
     return Running("", service, none, engines)

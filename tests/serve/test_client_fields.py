@@ -15,8 +15,8 @@ from typing_extensions import get_type_hints, is_typeddict
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionFields, read_completion
 from draftheads.serve.fields import ApiError, validation_error
-from draftheads.serve.limited import Untried
 from draftheads.serve.responses import ResponseFields, read_response
+from draftheads.serve.state import Untried
 from draftheads.settings import Grammar
 from serve_world import NAME, USER, Running, answered, check_wrong
 
@@ -69,7 +69,7 @@ def refusal(route: str, fields: dict[str, Any], server: Running) -> str | None:
     first = [USER] if fields.keys() & {"messages", "input"} else []
     fields = {name: [*first, *value] if isinstance(value, list) else value for name, value in fields.items()}
     try:
-        read(body.model_validate({"model": NAME, "stream": True, **base, **fields}), server.service)
+        server.read(read, body.model_validate({"model": NAME, "stream": True, **base, **fields}), compiles=False)
     except ValidationError as error:
         refused = validation_error(error.errors(include_url=False), "")
     except ApiError as error:

@@ -41,6 +41,9 @@ _DATE_MACRO = (
 _EFFORT_SWITCHES = ("enable_thinking", "thinking")  # of templates without levels of effort
 
 
+Run = Callable[[dict[str, Any]], str]  # renders with the arguments of transformers' ``render_jinja_template``
+
+
 class ChatReader(Protocol):
     """How a model reads texts and chats: the model itself, or only this part of it."""
 
@@ -112,6 +115,7 @@ def render(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    run: Run | None = None,
 ) -> str:
     """A chat as text.
 
@@ -122,10 +126,11 @@ def render(
         continue_final_message: end with the content of the last message, as the beginning of an answer.
         tools: functions that the model may call, as JSON schemas; templates may ignore them.
         variables: further variables of the template, such as ``enable_thinking``; no names of :func:`reserved_names`.
+        run: renders, such as in another process; None: here.
     """
     given = {} if reader.chat_template is None else {"chat_template": template_of(reader)}
     chat = [_with_thought(message) for message in messages]
-    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **given}
     if (date := _DATE.get()) is not None and reads_variable(reader, "strftime_now"):
         source = reader.tokenizer.get_chat_template(given.get("chat_template"), tools)
         codes = {code: date.strftime(code) for code in _DATE_CODE.findall(source)}
@@ -134,7 +139,11 @@ def render(
         options["continue_final_message"] = True
     if tools:
         options["tools"] = [dict(tool) for tool in tools]
-    return str(reader.tokenizer.apply_chat_template(chat, **options, **(variables or {})))
+    variables, apply = variables or {}, reader.tokenizer.apply_chat_template
+    if run is None or apply.__module__ != "transformers.tokenization_utils_base":  # of a tokenizer with code of its own
+        return str(apply(chat, tokenize=False, **options, **variables))
+    options["chat_template"] = reader.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    return run(dict(conversations=[chat], **options, **{**reader.tokenizer.special_tokens_map, **variables}))
 
 
 def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:

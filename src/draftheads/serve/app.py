@@ -355,7 +355,7 @@ async def serve(service: Service, listening: socket.socket, load: _Load, *, on_r
             models, scheduler = loaded.result()
             scheduler.on_lost = lambda: loop.call_soon_threadsafe(stop.set)
             scheduler.start()
-            service.open(models, scheduler)
+            await asyncio.to_thread(service.open, models, scheduler)
             on_ready()
             await asyncio.wait(tasks - {loaded}, return_when=asyncio.FIRST_COMPLETED)
         await service.drain(_DRAIN_SECONDS)

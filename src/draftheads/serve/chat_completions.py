@@ -1,13 +1,13 @@
 """``/v1/chat/completions``: its fields, messages as chat templates read them, and answers as messages or chunks."""
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from reprlib import repr as short_repr
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
+from pydantic import BeforeValidator, FailFast, Field, Json, PrivateAttr, WithJsonSchema
 
 from draftheads.decode.answer_forms import AnswerForm, form_of
 from draftheads.decode.answer_forms.form import ToolCall
@@ -35,9 +35,8 @@ from draftheads.serve.fields import (
     text_or_list,
     wrong,
 )
-from draftheads.serve.limited import TookTooLong, ended_after
 from draftheads.serve.request_params import ChoiceFields, CommonFields, RequestParams, read_params
-from draftheads.serve.state import Service
+from draftheads.serve.state import Service, Untried
 from draftheads.serve.tools import (
     TOOL_CHOICE,
     Tool,
@@ -58,7 +57,6 @@ def _as_json(arguments: Any) -> Any:
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
-T = TypeVar("T")
 # values of the arguments of a call; the API has them as JSON text
 Arguments = Annotated[Json[Any], BeforeValidator(_as_json, json_schema_input_type=str)]
 
@@ -106,6 +104,8 @@ Texts = Annotated[  # with all errors of a list, a request takes seconds
     BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart | _RefusalPart]),
 ]
 
+
+_SLOW_TEMPLATE = "takes more than {} for the model's chat template: send a shorter chat, or other chat_template_kwargs"
 
 # what for_template reads
 _TEXT: Any = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
@@ -190,6 +190,8 @@ class ChatBody(CommonFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    _text_or_problem: tuple[str | None, str] | None = PrivateAttr(None)  # of a slow chat template
+
     @property
     def effort(self) -> str | None:
         """How much the model should think."""
@@ -217,7 +219,7 @@ class ChatBody(CommonFields):
             raise ApiError(400, f"{name} has no chat template: {fix}", param=param)
         calls, form = None if tools is None else call_form(model), form_of(model)
         try:
-            text = self._in_time(params, partial(self._rendered, model, messages, tools, variables))
+            text = self._rendered(params, messages, tools, variables)
             in_thought = False
             if tags := form.thinking:
                 # only the words of the model itself can begin a thought
@@ -238,14 +240,14 @@ class ChatBody(CommonFields):
         reading = Reading(form, in_thought, "" if self.continue_final_message else text)
         return ids, reading if form.thinking or form.template or tools is not None else None
 
-    def _in_time(self, params: RequestParams, work: Callable[[], T]) -> T:
-        """What the chat template is used for, which is a program of the model's author."""
-        try:
-            return ended_after(params.template_seconds, work)
-        except TookTooLong:
-            limit = f"the {params.template_seconds:g} s (--schema-seconds) for the model's chat template"
-            problem = f"takes more than {limit}: send a shorter chat, or other chat_template_kwargs"
-            raise wrong(self.names["messages"], problem) from None
+    def _run(self, service: Service, call: dict[str, Any]) -> str:
+        """The text of the chat template, which is a program of the model's author, from another process."""
+        accept = partial(setattr, self, "_text_or_problem")
+        trial = Untried(None, lambda: call, self.names["messages"], _SLOW_TEMPLATE, accept)
+        text, problem = self._text_or_problem or service.rendered(trial)
+        if text is None:
+            raise InvalidPrompt(problem)
+        return str(text)
 
     def _variables(self, model: TargetModel) -> dict[str, Any]:
         """Those of the chat template, with what the effort means for it."""
@@ -263,17 +265,18 @@ class ChatBody(CommonFields):
         return {**of_effort, **given}
 
     def _rendered(
-        self, model: TargetModel, messages: list[dict[str, Any]], tools: ToolUse | None, variables: dict[str, Any]
+        self, params: RequestParams, messages: list[dict[str, Any]], tools: ToolUse | None, variables: dict[str, Any]
     ) -> str:
         """The text of the chat."""
         try:
             text = render(
-                model,
+                params.engine.model,
                 messages,
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=self.continue_final_message,
                 tools=None if tools is None else list(tools.tools),
                 variables=variables,
+                run=partial(self._run, params.service),
             )
         except Exception as error:  # a template is a program of the model's author: it may refuse in any way
             raise InvalidPrompt(f"the model's chat template refuses these messages: {first_line(error)}") from error

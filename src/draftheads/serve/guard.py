@@ -31,7 +31,7 @@ class HttpLimits:
 
     max_tokens: int | None = None  # the longest answer that a request may want; None: as long as the model's texts
     request_seconds: float = 600.0  # from the request to the end of its answer
-    schema_seconds: float = 2.0  # for a new grammar to be compiled, and for a chat template
+    schema_seconds: float = 2.0  # for a new grammar to be compiled, or a chat template to be rendered
     allow_typical: bool = False  # whether a request may choose typical acceptance, which is not lossless
 
 

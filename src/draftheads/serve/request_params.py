@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
 
 from draftheads.decode.engine import Engine
+from draftheads.decode.grammar import in_llguidance
 from draftheads.decode.request import Lane, Request
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.fields import (
@@ -20,8 +21,7 @@ from draftheads.serve.fields import (
     wrong,
 )
 from draftheads.serve.guard import HttpLimits
-from draftheads.serve.limited import Untried
-from draftheads.serve.state import Service
+from draftheads.serve.state import Service, Untried
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
 _OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}  # their fields have other names or forms
@@ -29,6 +29,7 @@ _OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}  # thei
 _OF_OLLAMA = ("keep_alive", "num_batch", "num_gpu", "num_thread", "use_mlock", "use_mmap")
 _OF_TYPICAL = ("typical_epsilon", "typical_delta")
 _SETTINGS = {field.name: field for field in dataclass_fields(SamplingSettings)}
+_SMALLER = "use smaller or fewer numbers in multipleOf, and fewer nested repetitions"
 _SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE]  # these have fields of the same name
 
 
@@ -178,7 +179,7 @@ class RequestParams:
     engine: Engine
     lane: Lane
     settings: SamplingSettings
-    template_seconds: float  # for the text of a chat
+    service: Service
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it."""
@@ -237,11 +238,14 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
         _check_acceptance(fields, settings, allow_typical=service.limits.allow_typical)
         if grammar is not None and engine.grammars.may_be_slow(grammar):
             field = "tools" if fields.grammar is None else fields.names["form"]
-            raise Untried(engine.grammars, grammar, field)  # before anything slow: the request is read again
+            problem = f"has a schema or grammar that takes more than {{}} to compile: {_SMALLER}"
+            # another request may have had the same meanwhile
+            job = lambda: in_llguidance(grammar) if engine.grammars.may_be_slow(grammar) else ""  # noqa: E731
+            raise Untried(engine.grammars, job, field, problem, lambda _: engine.grammars.start(grammar))
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
     lane = Lane(fields.model, fields.draft_nodes)
-    return RequestParams(fields, engine, lane, settings, service.limits.schema_seconds)
+    return RequestParams(fields, engine, lane, settings, service)
 
 
 def _check_acceptance(fields: CommonFields, settings: SamplingSettings, *, allow_typical: bool) -> None:

@@ -12,7 +12,7 @@ from draftheads.decode.answer_forms.json_calls import GRANITE, HERMES, LLAMA_3, 
 from draftheads.decode.answer_forms.pairs import GLM, XML
 from draftheads.decode.answer_forms.pythonic import LFM2, PYTHONIC
 from draftheads.decode.answer_forms.response_template import response_template
-from draftheads.models.chat_template import ChatReader, added_tokens, render, template_of, template_source
+from draftheads.models.chat_template import ChatReader, Run, added_tokens, render, template_of, template_source
 
 # a form comes before those of which it has the tags
 FORMS = (XML, GLM, HERMES, GEMMA_4, HARMONY, GRANITE, LFM2, PYTHONIC, LLAMA_3, MISTRAL, MISTRAL_LIST)
@@ -44,26 +44,26 @@ class AnswerForm:
 _KNOWN: WeakKeyDictionary[Any, dict[str, AnswerForm]] = WeakKeyDictionary()
 
 
-def form_of(reader: ChatReader) -> AnswerForm:
-    """The form that the chat template shows, or else the tokens of the tokenizer."""
+def form_of(reader: ChatReader, *, run: Run | None = None) -> AnswerForm:
+    """The form that the chat template shows, or else the tokens of the tokenizer; ``run`` as in :func:`render`."""
     known, key = _KNOWN.setdefault(reader.tokenizer, {}), f"{template_of(reader)} {len(added_tokens(reader.tokenizer))}"
     if key not in known:
-        known[key] = _find(reader)
+        known[key] = _find(reader, run)
     return known[key]
 
 
-def _find(reader: ChatReader) -> AnswerForm:
-    shown = _shown(reader, _CHAT) or _shown(reader, _CHAT[:1])
+def _find(reader: ChatReader, run: Run | None) -> AnswerForm:
+    shown = _shown(reader, _CHAT, run) or _shown(reader, _CHAT[:1], run)
     places = shown, template_source(reader), " ".join(added_tokens(reader.tokenizer))
     calls = next((form for text in places for form in FORMS if form.is_shown(text)), None)
     thinking = (calls and calls.thinking) or _tags(f"{places[1]} {places[2]}")
     return AnswerForm(calls, thinking, _PROBE in shown, None if calls else response_template(reader.tokenizer))
 
 
-def _shown(reader: ChatReader, messages: list[dict[str, Any]]) -> str:
+def _shown(reader: ChatReader, messages: list[dict[str, Any]], run: Run | None) -> str:
     """What a template makes of messages and a tool; nothing where it refuses them."""
     try:
-        return render(reader, messages, tools=[_TOOL])
+        return render(reader, messages, tools=[_TOOL], run=run)
     except Exception:  # noqa: BLE001 - a template is a program of the model's author
         return ""
 
