@@ -166,7 +166,7 @@ def _templates() -> Callable[..., Any]:
     """Renders with the module of transformers that its tokenizers use, but without their package, which is large."""
     from importlib.util import find_spec  # noqa: PLC0415 - in the process of trials
 
-    [folder] = find_spec("transformers").submodule_search_locations  # type: ignore[union-attr,misc]
+    folder = find_spec("transformers").submodule_search_locations[0]  # type: ignore[union-attr,index]
     for name, path in (("transformers", folder), ("transformers.utils", f"{folder}/utils")):
         module = sys.modules[name] = ModuleType(name)
         module.__path__ = [path]
@@ -174,7 +174,7 @@ def _templates() -> Callable[..., Any]:
 
     def render(call: dict[str, Any]) -> tuple[str | None, str | None]:
         try:
-            [text] = render_jinja_template(**call)[0]
+            text = render_jinja_template(**call)[0][0]
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
