@@ -191,7 +191,7 @@ def bytes_of(choice: dict[str, Any]) -> bytes:
     return b"".join(bytes(each["bytes"]) for each in (choice["logprobs"] or {"content": []})["content"])
 
 
-async def _chunks(call: Any, events: list[tuple[int, StreamEvent]]) -> list[dict[str, Any]]:
+async def sent_chunks(call: Any, events: list[tuple[int, StreamEvent]]) -> list[dict[str, Any]]:
     async def given() -> AsyncGenerator[tuple[int, StreamEvent]]:
         for event in events:
             yield event
@@ -204,7 +204,7 @@ def answered(server: Running, text: str, *, step: int, **fields: Any) -> dict[st
     options = {"stream": True, "stream_options": {"include_draft": True}, "logprobs": True}
     streamed: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": [], "tokens": b""}
     call = server.chat_call(**fields, **options)
-    for chunk in asyncio.run(_chunks(call, events_of(server, call.requests[0], text, step))):
+    for chunk in asyncio.run(sent_chunks(call, events_of(server, call.requests[0], text, step))):
         [choice] = chunk["choices"]
         for name in streamed.keys() & choice["delta"].keys():
             streamed[name] += choice["delta"][name]

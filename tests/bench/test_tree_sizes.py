@@ -13,7 +13,6 @@ from draftheads.bench.timing import PLAIN
 from draftheads.bench.tree_sizes import COLUMNS, fastest_tree, time_trees
 from draftheads.decode.engine import Engine
 from draftheads.drafters.mixed import Mixed
-from draftheads.errors import InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.utils.progress import NoProgress, Progress
@@ -127,8 +126,9 @@ def test_a_batch_size_that_the_prompts_cannot_fill_is_a_problem(model: TargetMod
 def test_a_head_without_an_accepted_token_has_no_trees_to_time(model: TargetModel, head: DraftHead, tmp_path: Path):
     profile = tiny_profile(TREES["ragged"], paths=[], static_tokens=[1.0])
     engine = Engine(model, head, profile=profile, costs=COSTS)
-    with pytest.raises(InvalidSettings, match="at least 2"):
-        time_trees(engine, (1,), PROMPTS, folder=tmp_path, progress=NoProgress())
+    rows, [problem] = time_trees(engine, (1,), PROMPTS, folder=tmp_path, progress=NoProgress())
+    assert rows == {}
+    assert "no draft token of the head was accepted" in problem["problem"]
 
 
 def test_trees_are_timed_at_the_temperature_of_the_profile(model: TargetModel, head: DraftHead, tmp_path: Path):

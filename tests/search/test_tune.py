@@ -130,6 +130,22 @@ def test_batch_sizes_are_checked_before_anything_is_loaded(here: Path, capsys: p
     assert "measure is 0; it must be at least 1" in refused(["tune", "./nothing", "./x", "--measure", "1", "0"], capsys)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--num-prompts", "2", "--measure"], "at least 3 prompts, and these are 2"),
+        (["--measure", "1", "99"], "at least 99 prompts, and these are 6"),
+    ],
+)
+def test_prompts_are_counted_before_the_profile_is_written(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], problem: str
+):
+    assert f"--measure needs {problem}: give more --prompts" in refused(
+        tune("hydra", *options, "--out", str(tmp_path / "new")), capsys
+    )
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out

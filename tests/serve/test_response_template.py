@@ -1,20 +1,23 @@
 """Tokenizers' ``response_template``: transformers' parser reads as our forms do, and what is in none of them."""
 
+import asyncio
 import json
 import re
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from byte_tokenizers import byte_level
-from draftheads.decode.answer_forms import AnswerForm, form_of
+from draftheads.decode.answer_forms import AnswerForm, form_of, shown_tokens
 from draftheads.decode.answer_forms.form import schemas_of
 from draftheads.decode.text import AnswerText, read_answer
 from draftheads.errors import ChatTemplateWarning
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.serve.fields import ApiError
 from serve.test_answer_forms import FAMILIES, ONE, TOOLS, TWO, values
-from serve_world import NAME, USER, Running, answered, only_read, tiny_engines
+from serve_world import NAME, USER, Running, answered, events_of, only_read, sent_chunks, tiny_engines
 
 parsing = pytest.importorskip("transformers.utils.chat_parsing", reason="transformers before 5.13 has no parser")
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -129,6 +132,7 @@ UNREAD = {
     "no JSON": (f"{TAGS[4]}[{TAGS[5]}", {"tools": TOOLS}),
     "half a character": (calls(ONE, {"at": "\ud83d"}), {"tools": TOOLS}),
     "no object": (calls(ONE, 5), {"tools": TOOLS}),
+    "deeper than Python reads": (f"{TAGS[4]}{'[' * 1500}{TAGS[5]}", {"tools": TOOLS, "max_tokens": 2000}),
     "two texts": (said("a") + said("b"), {}),
     "a tool that is not allowed": (
         calls({}, tool="now"),
@@ -161,6 +165,9 @@ def test_a_thought_that_the_prompt_begins(one: Running):
     going_on = one.chat_call(messages=[USER, last], add_generation_prompt=False, continue_final_message=True)
     assert going_on.reading is not None
     assert going_on.reading.prefix == "", "what the client has is no part of the answer"
+    no_answer = one.chat_call(messages=[USER, last, USER], add_generation_prompt=False)
+    assert no_answer.reading is not None
+    assert no_answer.reading.prefix == "", "an earlier answer is no part of it"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +195,37 @@ def test_texts_that_are_put_together_and_fields_that_nothing_reads():
     assert AnswerText(form).push(text, is_end=True).texts() == {"content": text}
 
 
+ENDLESS = {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}  # it opens and closes without taking a character
+
+
+def test_a_template_without_an_end_is_stopped_and_other_requests_are_served():
+    engines = tiny_engines(CHAT)
+    engines[NAME].model.tokenizer.response_template = {"start_anchor": "a", "fields": {"content": ENDLESS}}
+    one = only_read(engines)
+    one.service.limits = replace(one.service.limits, schema_seconds=0.2)
+    assert answered(one, "yxy", step=1)["content"] == "yxy"
+    call = one.chat_call(stream=True)
+
+    async def others_during_the_end() -> int:
+        num_rounds, events = 0, events_of(one, call.requests[0], "yxy", 1000)
+        sending = asyncio.create_task(sent_chunks(call, events))
+        while not sending.done():
+            await asyncio.sleep(0)
+            num_rounds += 1
+        assert sending.result()[-1]["choices"][0]["finish_reason"] == "stop"
+        return num_rounds
+
+    assert asyncio.run(others_during_the_end()) > 20, "it runs beside the event loop"
+
+
+def test_a_transformers_without_the_parser_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
+    tokenizer = byte_level()
+    tokenizer.response_template = OTHER
+    with pytest.warns(ChatTemplateWarning, match=r"install transformers 5\.13 or later"):
+        assert form_of(ModelTokenizer(tokenizer, frozenset(), CHAT, None)).template is None
+
+
 def test_special_tokens_that_end_an_answer_stay_hidden():
     one = only_read(tiny_engines(FAMILIES["hermes"].template, tokens=("<|im_end|>",)))
     given = template(THOUGHTS["hermes"], THEIRS["hermes"], "thinking", close="<|im_end|>")
@@ -210,6 +248,8 @@ def test_templates_that_are_used():
     with pytest.raises(ApiError, match="shows no tools"):
         only_read(no_tools).chat_call(tools=TOOLS)
     assert found(FAMILIES["hermes"].template, OTHER).template is None
-    for wrong in ({"fields": {}}, {"start_anchor": "a", "fields": {"b": {"open": "("}}, "c": 1}, "text"):
+    unknown = {"start_anchor": "a", "fields": {"b": {"open": "("}}, "c": 1}
+    for wrong in ({"fields": {}}, {"fields": []}, {"fields": {"a": 1}}, unknown, "text"):
+        assert shown_tokens(["<other>"], wrong) == set()
         with pytest.warns(ChatTemplateWarning, match="response_template is not used: "):
             assert found(CHAT, wrong).template is None

@@ -18,8 +18,8 @@ from draftheads.drafters.mixed import Mixed
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import identity_digest
 
-_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees, as far as the profile has them
-_FEWEST_PROMPTS, _PROMPTS_PER_ROW = 16, 12  # so three groups of four prompts for each row
+_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # nodes of the trees that are timed before the largest of the profile
+_FEWEST, _PER_ROW = 16, 12  # prompts, so three groups of four prompts for each row
 _NEW_TOKENS = 64  # of an answer
 # of the table of a batch size; speeds are without the reading of prompts
 COLUMNS = (
@@ -36,7 +36,7 @@ COLUMNS = (
 def time_trees(
     engine: Engine, batch_sizes: Sequence[int], prompts: Sequence[list[int]], *, folder: Path, progress: Progress
 ) -> tuple[dict[int, list[Row]], list[dict[str, Any]]]:
-    """The head decodes with nested trees of up to 13 sizes, without copies, in turn with plain decoding.
+    """The head decodes with nested trees of up to 11 sizes, without copies, in turn with plain decoding.
 
     Args:
         engine: the model with the head, its profile and costs, as :func:`draftheads.search.tune.tune_head` returns it.
@@ -47,25 +47,20 @@ def time_trees(
 
     Returns:
         By batch size a row for each tree, that of one node (plain decoding) first; its numbers have the predicted
-        ones, too. Then what was not measured, and why.
+        ones, too. Then what was not measured, and why; nothing is, where no draft token was accepted.
     """
     planner, target = engine.planner, engine.model
     assert planner is not None
     profile, drafter = planner.profile, engine.drafter.drafter if isinstance(engine.drafter, Mixed) else engine.drafter
+    if len(profile.static_tokens) == 1:
+        problem = "no tree is timed: no draft token of the head was accepted, so it has no static tree"
+        return {}, [{"question": None, "turn": 0, "problem": f"{problem}; train it on text like these prompts"}]
     sizes = (*(size for size in _SIZES if size < len(profile.static_tokens)), len(profile.static_tokens))
     settings = BenchSettings(("static",), sizes, tuple(batch_sizes), (profile.temperature,), max_new_tokens=_NEW_TOKENS)
-    identity = identity_digest(
-        [target.model_id, target.weights_fingerprint, machine_of(target), drafter.name, profile.to_json()]
-    )
-    bench = Bench(
-        target,
-        [Contender("head", drafter, identity)],
-        spread(prompts, max(_FEWEST_PROMPTS, _PROMPTS_PER_ROW * max(batch_sizes))),
-        [],
-        settings,
-        folder=folder / identity,
-        progress=progress,
-    )
+    model = [target.model_id, target.weights_fingerprint, machine_of(target)]
+    identity = identity_digest([*model, drafter.name, profile.to_json()])
+    head, asked = Contender("head", drafter, identity), spread(prompts, max(_FEWEST, _PER_ROW * max(batch_sizes)))
+    bench = Bench(target, [head], asked, [], settings, folder=folder / identity, progress=progress)
     bench.trees.profile = profile
     way = max((way for way in planner.ways if way.kind == "static"), key=lambda way: way.depth)
     batches = {}

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.bench.compare import Comparison, compare_heads
-from draftheads.bench.settings import BenchOptions, BenchSettings, DemoOptions
+from draftheads.bench.settings import MIN_PROMPTS, BenchOptions, BenchSettings, DemoOptions
 from draftheads.bench.table import ALL, Row, by_part, markdown, remarks, table_of, verdict
 from draftheads.bench.timing import over_plain
 from draftheads.bench.tree_sizes import fastest_tree, time_trees
@@ -27,6 +27,7 @@ from draftheads.cli.show import (
     write_page,
 )
 from draftheads.data.records import Record, own_prompts, prompts_in, read_suite, select
+from draftheads.errors import DataError
 from draftheads.search.replay import encoded
 from draftheads.search.settings import TuneOptions
 from draftheads.search.tune import RECORD, answers_folder, tune_head
@@ -144,6 +145,11 @@ def tune(options: TuneOptions) -> None:
     quiet_transformers()
     find_head(options.head, options.model)  # raises before the prompts are read
     prompts = prompts_in(options.prompts or own_prompts("calibration"))
+    if options.measure is not None:
+        given, fewest = min(len(prompts), options.num_prompts), max((MIN_PROMPTS, *options.measure))
+        if given < fewest:
+            fix = "give more --prompts, and not fewer --num-prompts"
+            raise DataError(f"--measure needs at least {fewest} prompts, and these are {given}: {fix}")
     with ProgressDisplay(console) as progress:
         try:
             tuning = tune_head(

@@ -6,7 +6,7 @@ from typing import Any
 
 from draftheads.decode.answer_forms import AnswerForm, form_of, shown_tokens
 from draftheads.decode.answer_forms.form import Schemas, ToolCall
-from draftheads.decode.answer_forms.response_template import read_by
+from draftheads.decode.answer_forms.response_template import Parse, parsed, read_by
 from draftheads.models.chat_template import ChatReader, special_texts
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
@@ -283,15 +283,18 @@ class AnswerText:
     Attributes:
         barred: functions whose calls are text.
         prefix: the prompt, of which a ``response_template`` reads where the answer begins.
+        parse: reads by a ``response_template``.
     """
 
     barred: Collection[str] = ()
     prefix = ""
+    parse: Parse = staticmethod(parsed)
 
     def __init__(
         self, form: AnswerForm, schemas: Schemas | None = None, *, in_thought: bool = False, is_forced: bool = False
     ) -> None:
         self._template, self._text, self._has_tools = form.template, "", schemas is not None
+        self.is_read_at_end = form.template is not None  # by the parser of transformers
         calls = form.calls if schemas is not None else None
         self._form, self._schemas, self._is_forced = calls, schemas or {}, is_forced
         first = calls.first(self._schemas) if calls else ()
@@ -314,7 +317,7 @@ class AnswerText:
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerParts:
         """Adds text; returns what is certain. ``is_cut``: the answer ends because it is too long."""
         parts = AnswerParts()
-        if self._template is not None:
+        if self.is_read_at_end:
             self._text += text
             return self._by_template(is_cut=is_cut) if is_end else parts
         for kind, part, is_tag in self._parts.push(text, is_end=is_end):
@@ -345,7 +348,7 @@ class AnswerText:
     def _by_template(self, *, is_cut: bool) -> AnswerParts:
         """The parts of the whole answer; one that cannot be read is content."""
         text, self.at = self._text, len(self._text)
-        found = read_by(self._template, self.prefix, text, self._schemas)
+        found = read_by(self._template, self.prefix, text, self._schemas, self.parse)
         thought, content, calls, is_open = found or ("", text, [], False)
         if calls and (not self._has_tools or (is_cut and is_open) or any(each.name in self.barred for each in calls)):
             thought, content, calls = "", text, []

@@ -13,13 +13,7 @@ from typing import Any, Literal
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
 from draftheads.models.file_checks import check_config
 from draftheads.models.gguf_files import find_gguf_file
-from draftheads.models.gguf_models import (
-    SMOLLM2_135M,
-    SMOLLM2_HUB_ID,
-    SMOLLM2_INSTALL,
-    place_in_cache,
-    source_of,
-)
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, SMOLLM2_INSTALL, place_in_cache, source_of
 from draftheads.utils.files import current, user_path
 from draftheads.utils.messages import short
 

@@ -50,7 +50,7 @@ class TuneOptions:
     temperature: float = ReplaySettings.temperature
     """Temperature of the answers. Above 0 the model's probabilities of draft tokens count, not only its choice."""
     measure: tuple[int, ...] | None = None
-    """Also time static trees of up to 13 sizes with so many prompts at a time. Without a number: 1. The fastest is
+    """Also time static trees of 2 to 64 nodes with so many prompts at a time. Without a number: 1. The fastest is
     written to static-N.json, which --tree takes. A model of 135 million parameters takes minutes on two cores."""
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
 

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: its fields, messages as chat templates read them, and answers as messages or chunks."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,7 @@ from draftheads.decode.answer_forms.form import ToolCall
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.text import AnswerParts, AnswerText
 from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
-from draftheads.models.chat_template import (
-    effort_variables,
-    render,
-    reserved_names,
-    template_of,
-    token_ids_of,
-)
+from draftheads.models.chat_template import effort_variables, render, reserved_names, template_of, token_ids_of
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.serve.call import Call, TokenLogprob, TokenTexts, chat_logprobs, tokens_with_logprobs
@@ -37,15 +32,7 @@ from draftheads.serve.fields import (
 )
 from draftheads.serve.request_params import ChoiceFields, CommonFields, RequestParams, read_params
 from draftheads.serve.state import Service, Untried
-from draftheads.serve.tools import (
-    TOOL_CHOICE,
-    Tool,
-    ToolUse,
-    as_sent,
-    call_form,
-    call_json,
-    use_of,
-)
+from draftheads.serve.tools import TOOL_CHOICE, Tool, ToolUse, as_sent, call_form, call_json, use_of
 from draftheads.settings import MOST_LOGPROBS, Effort
 from draftheads.utils.messages import ROLES, half_character
 
@@ -237,7 +224,7 @@ class ChatBody(CommonFields):
             raise api_error_of(error, param=param) from None
         if has_form:
             form, in_thought = replace(form, thinking=None, template=None), False
-        reading = Reading(form, in_thought, "" if self.continue_final_message else text)
+        reading = Reading(form, in_thought, text if self.add_generation_prompt else "")
         return ids, reading if form.thinking or form.template or tools is not None else None
 
     def _run(self, service: Service, call: dict[str, Any]) -> str:
@@ -321,7 +308,7 @@ class ChatCall(Call):
         num_sent = 0
         async for index, event in events:
             num_sent += len(event.token_ids)
-            for choice in self._choices(index, streams[index].add(event)):
+            for choice in self._choices(index, await streams[index].added(event)):
                 yield self.chunk([choice], num_sent)
         if self.params.fields.stream_options.include_usage:
             yield self.chunk([])
@@ -378,12 +365,18 @@ class AnswerStream:
             schemas, in_thought = None if tools is None else tools.schemas, reading.in_thought
             self._parts = AnswerText(reading.form, schemas, in_thought=in_thought, is_forced=self._is_forced)
             self._parts.prefix, self._parts.barred = reading.prefix, () if tools is None else tools.barred
+            self._parts.parse = call.params.service.parsed
         self._at, self._num_calls = 0, 0  # characters of a text without parts; calls
         self.num_thought = 0  # tokens of thoughts
         self._has_pieces = call.params.fields.stream_options.include_draft
         thinks = reading is not None and bool(reading.form.thinking or reading.form.template)
         is_needed = self._has_pieces or thinks or (reading and request.settings.logprobs is not None)
         self._tokens = TokenTexts(request.new_stream()) if is_needed else None
+
+    async def added(self, event: StreamEvent) -> AnswerPart:
+        """As of :meth:`add`, on a thread where a process reads the whole answer."""
+        is_slow = event.finish_reason is not None and self._parts is not None and self._parts.is_read_at_end
+        return await asyncio.to_thread(self.add, event) if is_slow else self.add(event)
 
     def add(self, event: StreamEvent | Request) -> AnswerPart:
         """What an event adds, or a whole finished request."""

@@ -54,7 +54,10 @@ class Trials:
         return own
 
     def rendered(self, call: dict[str, Any], seconds: float) -> Any:
-        """The text of a chat template, or its error, from a process that may have rendered others before."""
+        """The text of a chat template, or what a ``response_template`` makes of an answer; and the error, if any.
+
+        From a process that may have done others before.
+        """
         with self._idle.pop() if self._idle else self.connect(None) as connection:
             result = result_of(connection, call, seconds)
             self._idle.append(connection.dup())
@@ -172,8 +175,17 @@ def _templates() -> Callable[..., Any]:
         module.__path__ = [path]
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
 
-    def render(call: dict[str, Any]) -> tuple[str | None, str | None]:
+    def parsed(text: str, **call: Any) -> Any:
+        from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 - since 5.13
+
+        parser = ResponseParser(**call)
+        events = parser.feed(text)
+        return *parser.finalize(), events
+
+    def render(call: dict[str, Any]) -> tuple[Any, str | None]:
         try:
+            if "conversations" not in call:
+                return parsed(**call), None
             text = render_jinja_template(**call)[0][0]
         except MemoryError:
             raise

@@ -391,7 +391,7 @@ class ResponseCall(ChatCall):
             yield item
         try:
             async for _, event in events:
-                for item in sent.add(stream.add(event)):
+                for item in sent.add(await stream.added(event)):
                     yield item
         except Exception as error:  # noqa: BLE001 - logged, and sent as what went wrong
             if not isinstance(error, ApiError):

@@ -177,6 +177,13 @@ class Service:
         except TrialFailed:
             raise trial from None
 
+    def parsed(self, call: dict[str, Any]) -> Any:
+        """What a ``response_template`` makes of an answer; on a thread. Raises TrialFailed."""
+        result, problem = self.trials.rendered(call, self.limits.schema_seconds)
+        if problem is not None:
+            raise TrialFailed(problem)
+        return result
+
     async def _on_thread(self, function: Callable[[], T], connection: socket | None = None) -> T:
         """Ends with the thread, also if its client has gone: the client's next request comes after it.
 

@@ -55,8 +55,11 @@ class ToolUse:
         """
         if not self.forced and text is None:
             return None
+        param, fix = (
+            ("tool_choice", "use tool_choice auto") if self.forced else (field, "leave response_format or tools out")
+        )
         if (calls := call_form(model)) is None:
-            raise wrong("tool_choice" if self.forced else field, "writes no calls by response_template: leave it out")
+            raise wrong(param, f"cannot write calls that only the tokenizer's response_template describes: {fix}")
         forced = {name: schema for name, schema in self.schemas.items() if name in self.forced}
         try:
             written = calls.grammar(
@@ -66,9 +69,8 @@ class ToolUse:
                 parallel=self.parallel,
             )
         except ValueError as error:
-            fix = "leave response_format or tools out" if not forced else "use tool_choice auto"
             problem = f"calls of the form {calls.name} cannot be forced: {error}: {fix}"
-            raise ApiError(400, problem, param="tool_choice" if forced else field) from None
+            raise ApiError(400, problem, param=param) from None
         return Grammar.lark(written)
 
 

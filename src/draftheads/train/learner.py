@@ -158,11 +158,7 @@ class Learner(nn.Module):
             logits=logits,
             weights=self.depth_weights,
             numbers=numbers,
-            parameters=[
-                *self.head.logit_parameters(),
-                *self.trained_rows,
-                *((added.down, added.up) if added else ()),
-            ],
+            parameters=[*self.head.logit_parameters(), *self.trained_rows, *((added.down, added.up) if added else ())],
             multiple=NUM_ROWS,
         )
         if self.loss == "eagle":

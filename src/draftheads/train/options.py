@@ -8,17 +8,7 @@ import tyro
 
 from draftheads.errors import InvalidSettings, no_such
 from draftheads.heads import HEADS, check_method, head_classes, parse_head_options
-from draftheads.settings import (
-    ABOVE_0,
-    FRACTION,
-    FROM_0,
-    FROM_1,
-    LmHeadKind,
-    LossKind,
-    OptionGroup,
-    Range,
-    up_to,
-)
+from draftheads.settings import ABOVE_0, FRACTION, FROM_0, FROM_1, LmHeadKind, LossKind, OptionGroup, Range, up_to
 from draftheads.train.recipes import RECIPES
 from draftheads.utils.messages import keep_variables
 from draftheads.utils.provenance import as_json_values

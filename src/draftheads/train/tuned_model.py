@@ -47,6 +47,7 @@ from draftheads.utils.counts import counted
 from draftheads.utils.files import atomic_directory, user_path
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05  # of Medusa, section 4
+_Off = Callable[[], AbstractContextManager[None]]  # within it an adapter is not used
 
 
 class Adapter:
@@ -205,12 +206,7 @@ class TunedModel(TargetModel):
 
 @torch.no_grad()
 def measure_movement(
-    tuned: TargetModel,
-    original: TargetModel,
-    store: Documents,
-    documents: Sequence[int],
-    *,
-    off: Callable[[], AbstractContextManager[None]] = nullcontext,
+    tuned: TargetModel, original: TargetModel, store: Documents, documents: Sequence[int], *, off: _Off = nullcontext
 ) -> Movement:
     """The movement on these documents. Both models read the true text, the original one while an adapter is ``off``."""
     sums = torch.zeros(4, dtype=torch.float64)

@@ -11,7 +11,7 @@ from draftheads.decode.answer_forms.form import NOTHING, CallForm
 from draftheads.decode.answer_forms.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, MISTRAL_LIST
 from draftheads.decode.answer_forms.pairs import GLM, XML
 from draftheads.decode.answer_forms.pythonic import LFM2, PYTHONIC
-from draftheads.decode.answer_forms.response_template import response_template
+from draftheads.decode.answer_forms.response_template import usable_template
 from draftheads.models.chat_template import ChatReader, Run, added_tokens, render, template_of, template_source
 
 # a form comes before those of which it has the tags
@@ -57,7 +57,7 @@ def _find(reader: ChatReader, run: Run | None) -> AnswerForm:
     places = shown, template_source(reader), " ".join(added_tokens(reader.tokenizer))
     calls = next((form for text in places for form in FORMS if form.is_shown(text)), None)
     thinking = (calls and calls.thinking) or _tags(f"{places[1]} {places[2]}")
-    return AnswerForm(calls, thinking, _PROBE in shown, None if calls else response_template(reader.tokenizer))
+    return AnswerForm(calls, thinking, _PROBE in shown, None if calls else usable_template(reader.tokenizer))
 
 
 def _shown(reader: ChatReader, messages: list[dict[str, Any]], run: Run | None) -> str:
@@ -84,7 +84,8 @@ def shown_tokens(special: Iterable[str], template: Any = None) -> set[str]:
     special = set(special)
     forms = [form for form in FORMS if not form.tokens or form.tokens[0] in special]
     tags = {tag for form in forms for tag in (*form.tags, *form.closings, *form.tokens)}
-    parts = template.get("fields", {}).values() if isinstance(template, dict) else ()  # those with tags
-    of_template = str([part for part in parts if "open" in part or "open_pattern" in part]).replace("\\", "")
+    fields = template.get("fields") if isinstance(template, dict) else None
+    parts = map(str, fields.values() if isinstance(fields, dict) else ())
+    of_template = " ".join(part for part in parts if "'open" in part).replace("\\", "")  # fields with tags
     word = re.compile(r"think|thought|reason|\|inner_", re.IGNORECASE)
     return {text for text in special if text in tags or text in of_template or word.search(text)}
