@@ -18,8 +18,20 @@ BLOCKS = {kind: re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS["bash"] for line in block.splitlines() if line.strip()]
 
 
-def test_readme_is_short():
+def test_readme_and_manual_are_short():
     assert len(README.splitlines()) < 130
+    pages = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/**/*.md")}
+    assert len(list(ROOT.glob("docs/**/*.md"))) <= 36
+    assert [name for name, text in pages.items() if len(text.splitlines()) > 80] == []
+
+
+@pytest.mark.parametrize("place", ["*.md", "docs/**/*.md", "packages/*/README.md", "zoo/*.md", "research/*.md"])
+def test_links_lead_to_files(place: str):
+    """In the repository, as its readers see it; mkdocs checks links of the built manual, and their places in pages."""
+    for page in sorted(ROOT.glob(place)):
+        code = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+        links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", code.sub("", page.read_text(encoding="utf-8")))
+        assert [link for link in links if not (page.parent / link).exists()] == [], page.name
 
 
 @pytest.mark.real

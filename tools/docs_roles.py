@@ -1,9 +1,18 @@
-"""A hook of mkdocs: docstrings refer to code as ``:func:`~draftheads.loading.load```; pages show ``load``."""
+"""Hooks of mkdocs: what docstrings call ``:func:`~draftheads.loading.load``` is shown as ``load``.
+
+Links of a page to files beside ``docs/`` are for readers of the repository: the built manual has their words only.
+"""
 
 import re
 from typing import Any
 
 _ROLE = re.compile(r":(?:class|data|func|meth|mod):<code>(~?)([\w.]+)</code>")
+_OUTSIDE = re.compile(r"\[([^\[\]]+)\]\((?:\.\./)+(?:examples|packages|research)/[^)]*\)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replaces links to files of the repository by their words; mkdocs calls this function."""
+    return _OUTSIDE.sub(r"\1", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -188,7 +188,7 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     one = replay_of(model, head, **options)
     answers = answered(one, tmp_path)
     found = {}
-    assert replay._SMALLEST_STEP == 1.005, "docs/planner.md: 0.5 %"
+    assert replay._SMALLEST_STEP == 1.005, "docs/trees.md: 0.5 %"
     for step in (0.0, 1.0 + 1e-9, 2.0):  # every level is kept; those that gain; none
         monkeypatch.setattr(replay, "_SMALLEST_STEP", step)
         found[step] = one.run(answers)
