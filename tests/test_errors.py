@@ -15,6 +15,7 @@ CLASSES = [value for value in vars(errors).values() if isinstance(value, type) a
         (DataError("no messages", line_number=3), "line 3: no messages"),
         (DataError("no messages", path="a.jsonl"), "a.jsonl: no messages"),
         (MissingDependency("x needs y"), "x needs y"),
+        (MissingDependency("x", extra="q"), "x; install it with: pip install '.[q]' in a checkout of draftheads"),
     ],
 )
 def test_messages_have_the_place_and_the_fix(error: DraftHeadsError, text: str) -> None:

@@ -2,6 +2,8 @@
 
 import ctypes
 import importlib.util
+import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -13,6 +15,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS
+from draftheads.errors import MissingDependency
 
 ROOT = Path(__file__).parents[1]
 HEAD_FILES = {"README.md", "acceptance.json", "config.json", "model.safetensors"}
@@ -148,6 +151,15 @@ def test_every_bundled_head_is_in_one_of_the_wheels() -> None:
 
 def test_both_packages_have_the_same_version() -> None:
     assert project(ROOT)["version"] == project(ROOT / "zoo")["version"]
+
+
+def test_extras_that_errors_name_are_ours_and_their_packages_are_found() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    named = {name for text in sources for name in re.findall(r'MissingDependency\([^)]*extra="(\w+)"', text)}
+    extras = project(ROOT)["optional-dependencies"]
+    assert {"demo", "lora", "serve"} <= named <= set(extras)
+    for name in named:
+        assert str(MissingDependency("x", extra=name)).endswith(f"or pip install {shlex.join(extras[name])}")
 
 
 def test_every_extra_is_in_the_environment_of_the_tests() -> None:

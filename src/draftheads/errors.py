@@ -3,8 +3,10 @@
 A message contains both values and the fix. A broken invariant of our own code is an ``assert``.
 """
 
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.metadata import distributions
 from numbers import Integral
 from os import PathLike, fspath
 
@@ -124,13 +126,20 @@ class StorageError(DraftHeadsError):
 
 
 class MissingDependency(DraftHeadsError):
-    """An optional package is not installed.
+    """An optional package is not installed; of an extra of draftheads, the message also names the packages.
 
     >>> print(MissingDependency("serving needs uvicorn", pip_install="uvicorn"))
     serving needs uvicorn; install it with: pip install uvicorn
+    >>> print(MissingDependency("adapters need peft", extra="lora"))
+    adapters need peft; install it with: pip install '.[lora]' in a checkout of draftheads, or pip install 'peft>=0.18'
     """
 
-    def __init__(self, message: str, *, pip_install: str | None = None) -> None:
+    def __init__(self, message: str, *, pip_install: str | None = None, extra: str | None = None) -> None:
+        if extra:  # draftheads is on no index yet, so pip knows its extras in a checkout only
+            needed = next((found.requires for found in distributions(name="draftheads")), None) or []
+            packages = [text.split(";")[0] for text in needed if f"extra == '{extra}'" in text]
+            pip_install = f"'.[{extra}]' in a checkout of draftheads"
+            pip_install += f", or pip install {shlex.join(packages)}" if packages else ""
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
 
 

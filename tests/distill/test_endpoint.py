@@ -298,7 +298,7 @@ def test_the_key_comes_from_the_environment(server: FakeServer, tmp_path: Path, 
 
 def test_a_missing_package_is_an_error(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(MissingDependency, match=r"draftheads\[endpoint\]"):
+    with pytest.raises(MissingDependency, match=r"\.\[endpoint\]"):
         run(remote(tmp_path, server))
 
 

@@ -206,5 +206,5 @@ def test_export_writes_one_file_and_prints_the_command(tmp_path: Path) -> None:
 
 def test_gguf_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingDependency, match=r"needs gguf; install it with: pip install 'draftheads\[demo\]'"):
+    with pytest.raises(MissingDependency, match=r"needs gguf; install it with: pip install '\.\[demo\]'"):
         write_gguf(tmp_path / "draft.gguf", {}, {})

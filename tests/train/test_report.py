@@ -104,7 +104,7 @@ def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, featur
         (1.03, (1000, 200, 5000), "almost nothing in 1,000 steps; look at the learned tokens"),
         (1.03, (10, 1, 5000), "almost nothing; train"),  # that it learned nothing needs no proof
         (1.149, (10, 200, 5000), "1.15 tokens per step on held-out text (plain decoding: 1): a start"),
-        (1.79, (10, 200, 5000), "a start; each doubling of the text adds about 0.1"),
+        (1.79, (10, 200, 5000), "a start; more text may add to it (`draftheads distill`"),
         (1.8, (10, 16, 1000), ": good"),
         (2.41, (10, 1, 5000), "but of only 1 held-out text with 5,000 answer tokens, so other texts may give far less"),
         (1.2, (10, 15, 5000), "but of only 15 held-out texts with 5,000 answer tokens, so"),

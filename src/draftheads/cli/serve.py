@@ -30,7 +30,7 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11", "prometheus_client"):
         raise
-    raise MissingDependency("draftheads serve needs a web server", pip_install="'draftheads[serve]'") from None
+    raise MissingDependency("draftheads serve needs a web server", extra="serve") from None
 
 _KEY_VARIABLE = NAMES["api_key"]
 

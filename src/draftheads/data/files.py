@@ -252,7 +252,7 @@ def _parquet_rows(source: _Source) -> Iterator[tuple[int, Any]]:
     try:
         from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MissingDependency("parquet files need pyarrow", pip_install="'draftheads[bench]'") from None
+        raise MissingDependency("parquet files need pyarrow", extra="bench") from None
     try:
         batches = parquet.ParquetFile(source.file).iter_batches(batch_size=_ROWS)
         yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)

@@ -229,7 +229,7 @@ def _hub_rows(source: str) -> Iterable[dict[str, Any]]:
         import datasets  # noqa: PLC0415 - an extra
     except ImportError:
         problem = f"there is no file {source}, and data sets of the Hugging Face Hub need datasets"
-        raise MissingDependency(problem, pip_install="'draftheads[bench]'") from None
+        raise MissingDependency(problem, extra="bench") from None
     name, config, split = (part or None for part in f"{source}::".split(":")[:3])
     try:
         found = datasets.load_dataset(name, config, split=split)

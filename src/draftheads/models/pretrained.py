@@ -167,7 +167,7 @@ def _check_options(device: Any, given: Mapping[str, Any]) -> None:
 def _four_bit_config(dtype: torch.dtype) -> Any:
     """QLoRA's NF4 (Dettmers et al. 2023)."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="'draftheads[quantised]'")
+        raise MissingDependency("4-bit weights need bitsandbytes", extra="quantised")
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

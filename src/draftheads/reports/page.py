@@ -233,7 +233,7 @@ def render(page: Page) -> str:
         template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
         return template.render(page=page, script=script, script_hash=f"sha256-{digest}") + "\n"
     except ImportError as error:
-        raise MissingDependency(f"the page needs {error.name}", pip_install="'draftheads[report]'") from error
+        raise MissingDependency(f"the page needs {error.name}", extra="report") from error
 
 
 def _plain(value: Any) -> str:

@@ -225,7 +225,7 @@ Expected tokens per step: {report.tokens_per_step_chain:.2f} with a chain of the
 def verdict_of(metrics: Mapping[str, Any]) -> str:
     """One sentence on what a run's tokens per step mean, and what to do next, from the values of ``metrics.json``.
 
-    Plain decoding makes 1 token per step. In our measurements, each doubling of the text adds about 0.1.
+    Plain decoding makes 1 token per step.
     """
     tokens_per_step = round(metrics["tokens_per_step_tree"], 2)  # the class is of the number that is shown
     measured = f"{tokens_per_step:.2f} tokens per step on held-out text (plain decoding: 1)"
@@ -250,4 +250,4 @@ def verdict_of(metrics: Mapping[str, Any]) -> str:
         return f"{measured}, but of only {held_out}, so other texts may give far less: {fix}"
     if tokens_per_step >= GOOD:
         return f"{measured}: good; `draftheads bench` measures the speed"
-    return f"{measured}: a start; each doubling of the text adds about 0.1 (`draftheads distill` makes more)"
+    return f"{measured}: a start; more text may add to it (`draftheads distill` makes it from prompts)"

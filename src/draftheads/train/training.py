@@ -115,7 +115,7 @@ class Run:
 
     def check_packages(self) -> None:
         if self.options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
-            raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
+            raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes", extra="quantised")
 
     def check_files(self) -> None:
         """Reads the start of all text files, before the model is loaded.

@@ -58,8 +58,7 @@ def read_object(path: Path, *, newest: int) -> dict[str, Any]:
         )
     if version > newest:
         raise CheckpointMismatch(
-            f"{path}: format_version is {version} and this package reads up to {newest}: "
-            "upgrade it with `pip install --upgrade draftheads`"
+            f"{path}: format_version is {version} and this package reads up to {newest}: install a newer draftheads"
         )
     return _as_object(value, path)
 

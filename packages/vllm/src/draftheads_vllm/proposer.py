@@ -182,7 +182,7 @@ def _check_version() -> None:
         installed = "not installed"
     if not installed.startswith(VERSIONS):
         raise MissingDependency(
-            f"the proposer needs {PACKAGE} {VERSIONS}x, and it is {installed}", pip_install="draftheads-vllm"
+            f"the proposer needs {PACKAGE} {VERSIONS}x, and it is {installed}", pip_install=f"'{PACKAGE}=={VERSIONS}*'"
         )
 
 
