@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.decode.engine import Engine
+from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.local import EngineSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill, manifest_path
 from draftheads.models.model import TargetModel
 from draftheads.speculation.drafter import Drafter
+from fake_openai import FakeServer
 from fake_progress import FakeProgress
 from training_world import chat
 
@@ -43,6 +45,16 @@ def run(
         return EngineSource(Engine(target, drafter, max_batch_size=chosen.batch_size), chosen)
 
     return distill(chosen, source, progress or FakeProgress())
+
+
+def remote(folder: Path, *servers: FakeServer, **changes: Any) -> DistillOptions:
+    """Of a run that asks servers."""
+    addresses = tuple(f"{server.url}/v1" for server in servers)
+    return options(folder, **{"endpoint": addresses, "model": "parrot", **changes})
+
+
+def run_remote(chosen: DistillOptions, progress: FakeProgress | None = None) -> Outcome:
+    return distill(chosen, lambda: EndpointSource(chosen), progress or FakeProgress())
 
 
 def records(chosen: DistillOptions) -> list[dict[str, Any]]:

@@ -89,6 +89,12 @@ def completion(text: Any, *, finish: str = "length", num_tokens: int | None = NE
     return {"choices": [choice], **usage}
 
 
+def repeating(request: Fields) -> tuple[int, Any]:
+    """Repeats the conversation, so that it can be checked."""
+    words = "/".join(message["content"] for message in request["messages"])
+    return 200, completion(f"{words} at {request['temperature']} by {request['seed']}", finish="stop", num_tokens=3)
+
+
 def asked(fields: Fields) -> str:
     """The prompt of a request with one."""
     return str(fields["prompt"] if "prompt" in fields else fields["messages"][-1]["content"])

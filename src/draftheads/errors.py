@@ -260,5 +260,9 @@ class DataWarning(DraftHeadsWarning):
     """Files of data have columns that are not read, or lines that were left out."""
 
 
+class EndpointWarning(DraftHeadsWarning):
+    """A server of several fails; the others get its work."""
+
+
 class CacheWarning(DraftHeadsWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

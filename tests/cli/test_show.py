@@ -99,7 +99,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_file_gets_a_line_per_stage_and_one_now_and_then(clock: SimpleNamespace):
     out = io.StringIO()
     work(Console(file=out, width=40, _environ={}), clock)
-    assert out.getvalue() == "loading [a] model\ntraining\ntraining, loss 1.5: 2 of 10\n"
+    assert out.getvalue() == "loading [a] model\ntraining\ntraining, loss 1.5: 2 of 10, 0:05:20 left\n"
 
 
 def test_a_terminal_gets_a_bar_for_each_stage(clock: SimpleNamespace):

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai._base_client
 import pytest
 import yaml
 
-from distill_world import RECORDS, manifest, options, records, write_prompts
+from distill_world import RECORDS, manifest, records, remote, write_prompts
+from distill_world import run_remote as run
 from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
 from draftheads.data.texts import load_texts
 from draftheads.distill import endpoint
-from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.run import Outcome, distill, part_path
+from draftheads.distill.run import part_path
 from draftheads.errors import DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
 from draftheads.models.pretrained import ModelTokenizer
 from fake_openai import FakeServer, Fields, asked, completion
+from fake_openai import repeating as answer
 from fake_progress import FakeProgress
 from think_world import WORDS, think_tokenizer
 from training_world import EOS
@@ -33,32 +33,14 @@ def said(text: Any, finish: str = "stop", **more: Any) -> Response:
     return 200, completion(text, finish=finish, num_tokens=3, **more)
 
 
-def answer(request: Fields) -> Response:
-    """Repeats the conversation, so that it can be checked."""
-    words = "/".join(message["content"] for message in request["messages"])
-    return said(f"{words} at {request['temperature']} by {request['seed']}")
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(endpoint, "REQUEST_RETRIES", 2)
-    with FakeServer(answer) as found:
+def server(quick_retries: None) -> Iterator[FakeServer]:
+    with FakeServer(answer, models=[{"id": "parrot"}]) as found:
         yield found
 
 
 def paths(server: FakeServer) -> set[str]:
     return {request["path"] for request in server.requests}
-
-
-def remote(folder: Path, server: FakeServer, **changes: Any) -> DistillOptions:
-    return options(folder, **{"endpoint": f"{server.url}/v1", "model": "parrot", **changes})
-
-
-def run(chosen: DistillOptions, progress: FakeProgress | None = None) -> Outcome:
-    return distill(chosen, lambda: EndpointSource(chosen), progress or FakeProgress())
 
 
 def indices(chosen: DistillOptions) -> list[int]:
@@ -283,11 +265,11 @@ def test_a_refusal_or_an_invalid_response_ends_the_run(
 @pytest.mark.parametrize("url", ["127.0.0.1:9/v1", "ftp://x/v1", "http://x:y/v1", "http://127.0.0.1:1/v1"])
 def test_an_invalid_or_unreachable_address_is_an_error(server: FakeServer, tmp_path: Path, url: str):
     with pytest.raises((EndpointError, InvalidSettings), match=f"--endpoint .*{url}"):
-        run(remote(tmp_path, server, endpoint=url))
+        run(remote(tmp_path, server, endpoint=(url,)))
 
 
 def test_the_key_comes_from_the_environment(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    chosen = remote(tmp_path, server, api_key_env="PARROT_KEY")
+    chosen = remote(tmp_path, server, api_key_env=("PARROT_KEY",))
     with pytest.raises(InvalidSettings, match="--api-key-env is 'PARROT_KEY'"):
         run(chosen)
     monkeypatch.setenv("PARROT_KEY", "polly")

@@ -42,7 +42,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _source(options: DistillOptions, progress: Progress) -> Source:
-    if options.endpoint is not None:
+    if options.endpoint:
         return EndpointSource(options)
     progress.stage(f"loading {options.model}")
     engine = load(

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,7 @@ class ProgressDisplay(Progress):
             *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeftColumn()),
             console=console,
             transient=transient,
+            get_time=time.monotonic,
             speed_estimate_period=_SECONDS_OF_SPEED,
             disable=not (console.is_terminal or console.is_jupyter),
         )
@@ -202,7 +204,8 @@ class ProgressDisplay(Progress):
         if self._bar is not None:
             self.update(self._bar, completed=done, total=total, description=what)
         if time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._print(f"{what}: {done:,} of {total:,}")
+            left = next((task.time_remaining for task in self.tasks if task.id == self._bar), None)
+            self._print(f"{what}: {done:,} of {total:,}" + (f", {timedelta(seconds=left)} left" if left else ""))
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()

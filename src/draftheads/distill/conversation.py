@@ -126,8 +126,8 @@ class Source(Protocol):
     def identity(self) -> dict[str, str]:
         """What the answers depend on besides the options. A stopped run can only continue with the same."""
 
-    def converse(self, dialogues: Sequence["Dialogue"], on_progress: OnProgress) -> None:
-        """Continues all dialogues to their end."""
+    def converse(self, dialogues: Iterator["Dialogue"], on_progress: OnProgress) -> None:
+        """Continues all dialogues to their end; takes only as many as it works on, so that few are in memory."""
 
 
 class Dialogue:

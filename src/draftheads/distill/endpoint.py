@@ -1,32 +1,68 @@
-"""Answers by a server with OpenAI's chat API."""
+"""Answers by servers with OpenAI's chat API.
+
+Each has its own window of requests, which is filled as soon as one is answered. All decisions are made by one thread.
+"""
 
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing.pool import ThreadPool
+from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
 from draftheads.data.forms import messages_of
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
-from draftheads.errors import DataError, EndpointError, InvalidPrompt, InvalidSettings, MissingDependency
-from draftheads.utils.messages import short
+from draftheads.errors import (
+    DataError,
+    EndpointError,
+    EndpointWarning,
+    InvalidPrompt,
+    InvalidSettings,
+    MissingDependency,
+)
+from draftheads.utils.counts import counted
+from draftheads.utils.messages import first_names, short
 
 _REFUSED_STATUSES = frozenset({400, 413, 422, 451})  # the server does not answer this prompt; it may answer others
 REQUEST_SECONDS = 600.0  # to wait for an answer
 REQUEST_RETRIES = 6  # if the server is busy, fails or cannot be reached
+DROPPED_SECONDS = 60.0  # after which a server that failed gets one request again
+_MODELS_SECONDS = 10.0  # to wait for a server's list of models
 _FINISHED = ("stop", "tool_calls", "function_call")
 _TOO_LONG_WORDS = ("context_length_exceeded", "context length", "context window", "too long", "max_model_len")
 
 
+@dataclass
+class _Server:
+    """What the main thread knows of one server."""
+
+    url: str
+    client: Any
+    num_running: int = 0  # its conversations
+    num_ended: int = 0
+    error: EndpointError | None = None  # why it is dropped
+    again_at: float = 0.0  # when it may be asked again, if it is dropped
+
+    def has_room(self, batch_size: int) -> bool:
+        """Whether it can take another conversation; one that is dropped gets a single one, after a while."""
+        return self.num_running < (batch_size if self.error is None else time.monotonic() >= self.again_at)
+
+
 class EndpointSource:
-    """Continues conversations with a server; ``batch_size`` is the number of requests at the same time.
+    """Continues conversations with servers; ``batch_size`` is the number of requests at the same time at each.
 
     Raises:
         MissingDependency: on construction, if openai is not installed.
-        InvalidSettings: the key's environment variable is not set, or the address is not one of HTTP.
+        InvalidSettings: on construction, if an address is not one of HTTP; before the first question, if a key's
+            environment variable is not set, or a server does not have the model.
     """
 
     def __init__(self, options: DistillOptions) -> None:
@@ -34,38 +70,93 @@ class EndpointSource:
             import openai  # noqa: PLC0415 - an extra
         except ImportError:
             raise MissingDependency("asking a server needs openai", extra="endpoint") from None
-        _check_address(str(options.endpoint))
+        for url in options.endpoint:
+            _check_address(url)
         self.options = options
         self.openai: Any = openai
         self.identity = {"model": options.model, "answered_by": "endpoint"}  # the address may change
 
-    def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
-        """Continues all to their end."""
+    def converse(self, dialogues: Iterator[Dialogue], on_progress: OnProgress) -> None:
+        """Continues all to their end. Those of a server that fails go on at the others, from where they are."""
 
-        def converse_one(dialogue: Dialogue) -> Dialogue:
-            while not dialogue.is_over:
-                self._continue(client, dialogue)
-            return dialogue
+        def converse_one(server: _Server, dialogue: Dialogue) -> tuple[_Server, Dialogue, Exception | None]:
+            try:
+                while not dialogue.is_over:
+                    self._continue(server, dialogue)
+            except Exception as error:  # noqa: BLE001 - the main thread raises it
+                return server, dialogue, error
+            return server, dialogue, None
 
+        batch_size = self.options.batch_size
+        ended: SimpleQueue[tuple[_Server, Dialogue, Exception | None]] = SimpleQueue()
+        unfinished: deque[Dialogue] = deque()  # of servers that failed
+        servers = list(map(self._server, self.options.endpoint, cycle(self.options.api_key_env or (None,))))
+        with contextlib.ExitStack() as clients:
+            for server in servers:
+                clients.enter_context(server.client)
+                self._check_model(server)
+            # its threads are daemons: after an error nobody waits for them; a closed client sends no further request
+            pool = clients.enter_context(ThreadPool(batch_size * len(servers)))
+            while True:
+                while (ready := [server for server in servers if server.has_room(batch_size)]) and (
+                    next_one := unfinished.popleft() if unfinished else next(dialogues, None)
+                ):
+                    server = min(ready, key=lambda server: server.num_running)
+                    server.num_running += 1
+                    pool.apply_async(converse_one, (server, next_one), callback=ended.put)
+                if not any(server.num_running for server in servers):
+                    return
+                server, dialogue, error = ended.get()
+                server.num_running -= 1
+                if error is not None:
+                    unfinished.append(dialogue)
+                    self._drop(server, error, servers)
+                else:
+                    server.num_ended += 1
+                    if time.monotonic() >= server.again_at:
+                        server.error = None
+                    on_progress(dialogue.num_tokens, dialogue)
+
+    def _drop(self, server: _Server, error: Exception, servers: Sequence[_Server]) -> None:
+        """Raises the errors of all servers if it was the last one."""
+        if not isinstance(error, EndpointError):
+            raise error
+        is_new = server.error is None
+        server.error, server.again_at = error, time.monotonic() + DROPPED_SECONDS
+        if all(each.error for each in servers):
+            options = f"--endpoint {' '.join(self.options.endpoint)}, --model {self.options.model!r} and --api-key-env"
+            errors = "; ".join(str(each.error) for each in servers)
+            raise EndpointError(f"{errors}; see {options}; the same command continues")
+        if is_new:
+            ended = counted(server.num_ended, "conversation")
+            then = f"the other servers go on, and it is tried again after {DROPPED_SECONDS:.0f} seconds"
+            warnings.warn(f"after {ended}, {error}; {then}", EndpointWarning, stacklevel=2)
+
+    def _server(self, url: str, key_variable: str | None) -> _Server:
         client = self.openai.OpenAI(
-            base_url=self.options.endpoint,
-            api_key=_api_key(self.options.api_key_env),
+            base_url=url,
+            api_key=_api_key(key_variable),
             timeout=REQUEST_SECONDS,
             max_retries=REQUEST_RETRIES,
             # those of the environment are not for others
             default_headers=dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), self.openai.Omit()),
             http_client=self.openai.DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )
-        # its threads are daemons: after an error nobody waits for them, and a closed client sends no further request
-        with client, ThreadPool(self.options.batch_size) as pool:
-            for dialogue in pool.imap_unordered(converse_one, dialogues):
-                on_progress(dialogue.num_tokens, dialogue)
+        return _Server(url, client)
 
-    def _continue(self, client: Any, dialogue: Dialogue) -> None:
+    def _check_model(self, server: _Server) -> None:
+        """A server without a list of models, or that cannot be reached yet, is accepted."""
+        client, names = server.client.with_options(timeout=_MODELS_SECONDS, max_retries=0), []
+        with contextlib.suppress(self.openai.APIError, LookupError, TypeError, ValueError):
+            names = [str(model["id"]) for model in json.loads(client.get("/models", cast_to=str))["data"]]
+        if names and self.options.model not in names:
+            raise InvalidSettings(f"--model is {self.options.model!r}, but {server.url} has {first_names(names)}")
+
+    def _continue(self, server: _Server, dialogue: Dialogue) -> None:
         """Asks for one answer."""
         dialogue.ask_next()
         try:
-            text = client.post("/chat/completions", body=self._request(dialogue), cast_to=str)
+            text = server.client.post("/chat/completions", body=self._request(dialogue), cast_to=str)
             message, num_tokens, is_finished = _answer_in(json.loads(text))
         except InvalidPrompt as error:
             dialogue.refusal = str(error)
@@ -74,26 +165,20 @@ class EndpointSource:
             body = error.body.get("message", error.body) if isinstance(error.body, Mapping) else error.body
             said = f"status {error.status_code}: {' '.join(str(body or 'no message').split())[:300]}"
             if error.status_code not in _REFUSED_STATUSES:
-                raise self._failed(said) from None
+                raise _failed(server, said) from None
             if any(words in f"{error.body} {said}".lower() for words in _TOO_LONG_WORDS):
                 dialogue.stop("too_long")
             else:
                 dialogue.refusal = said
                 dialogue.stop("refused")
         except self.openai.APIConnectionError as error:
-            raise self._failed(f"{error.__cause__ or error}; is the server running?") from None
+            raise _failed(server, f"{error.__cause__ or error}; is the server running?") from None
         except (DataError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._failed(f"not a valid completion ({type(error).__name__}: {error}): {short(text)}") from None
+            why = f"not a valid completion ({type(error).__name__}: {error}): {short(text)}"
+            raise _failed(server, why) from None
         else:
             dialogue.count(num_tokens)
             dialogue.answer(**message, is_finished=is_finished)
-
-    def _failed(self, why: str) -> EndpointError:
-        url, model = str(self.options.endpoint), self.options.model
-        return EndpointError(
-            f"{url.rstrip('/')}/chat/completions failed: {why}; see --endpoint {url}, --model {model!r} and "
-            "--api-key-env; the same command continues"
-        )
 
     def _request(self, dialogue: Dialogue) -> dict[str, Any]:
         request = {
@@ -106,6 +191,10 @@ class EndpointSource:
             "seed": dialogue.next_seed,
         }
         return {**request, "tools": dialogue.prompt.tools} if dialogue.prompt.tools else request
+
+
+def _failed(server: _Server, why: str) -> EndpointError:
+    return EndpointError(f"{server.url.rstrip('/')}/chat/completions failed: {why}")
 
 
 def _check_address(url: str) -> None:

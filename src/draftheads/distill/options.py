@@ -10,6 +10,7 @@ from draftheads.data.files import KINDS
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
 from draftheads.settings import FROM_0, FROM_1, OptionGroup, Precision
+from draftheads.utils.counts import counted
 from draftheads.utils.messages import keep_variables
 
 _PROMPTS = (
@@ -40,7 +41,7 @@ class DistillOptions(OptionGroup):
     num_self_talk: Annotated[int, FROM_0] = 0
     """Conversations in which the model also asks (self-talk). One question each; they come after the prompts."""
     model: str = "smollm2-135m"
-    """The model that answers: a name, a folder or a Hugging Face id. With --endpoint its name on that server."""
+    """The model that answers: a name, a folder or a Hugging Face id. With --endpoint its name on the servers."""
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     template_variables: tuple[str, ...] = ()
@@ -55,14 +56,15 @@ class DistillOptions(OptionGroup):
     seed: Annotated[int, FROM_0] = 0
     """Decides every random choice."""
     batch_size: Annotated[int, FROM_1] = 64
-    """Conversations that are answered together."""
+    """Conversations that are answered together. With --endpoint, requests at the same time at each server."""
     precision: Precision = "auto"
     """Number format of the model. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a
     CPU."""
-    endpoint: str | None = None
-    """Ask this OpenAI-compatible server, not a local model: http://host:port/v1."""
-    api_key_env: str | None = None
-    """The environment variable with the server's key."""
+    endpoint: tuple[str, ...] = ()
+    """Ask these OpenAI-compatible servers, not a local model: http://host:port/v1. All must serve the same model. If
+    one fails, the others go on."""
+    api_key_env: tuple[str, ...] = ()
+    """The environment variable with the servers' key. Or one for each server, in order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,5 +76,8 @@ class DistillOptions(OptionGroup):
         if not (self.prompts or self.documents or self.num_self_talk):
             raise InvalidSettings("nothing to answer: give --prompts FILE…, --documents FILE… or --num-self-talk N")
         for name in _NOT_WITH_ENDPOINT:
-            fine = self.endpoint is None or getattr(self, name) == getattr(DistillOptions, name)
-            self._require(name, fine=fine, fix=f"not used with --endpoint {self.endpoint}; leave it out")
+            fine = not self.endpoint or getattr(self, name) == getattr(DistillOptions, name)
+            self._require(name, fine=fine, fix=f"not used with --endpoint {' '.join(self.endpoint)}; leave it out")
+        keys, servers = len(self.api_key_env), len(self.endpoint)
+        fix = f"{counted(keys, 'name')} for {counted(servers, 'address')} of --endpoint; give one, or one for each"
+        self._require("api_key_env", fine=keys in {0, min(servers, 1), servers}, fix=fix)

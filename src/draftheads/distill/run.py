@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -30,7 +30,7 @@ from draftheads.utils.files import append_synced, check_writable, locked, write_
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import as_json_values, provenance, require_same
 
-_BATCHES_AT_ONCE = 8  # that are in memory; at their end the batch is not full, which costs a tenth of the speed
+_MOST_REFUSED = 512  # prompts, with no answer to any other: not the prompts are wrong then, but an option
 _MAY_CHANGE = (  # the answers do not depend on these (batch_size only by rounding)
     *("out", "prompts", "documents"),  # their content counts, not their place
     *("model", "chat_template", "template_variables"),  # the model's fingerprint counts, which has the template's text
@@ -207,18 +207,22 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, progress:
     every = enumerate(chain(unique_prompts(options.prompts, options.documents), self_talk))
     left = (Dialogue(prompt, index=index, options=options) for index, prompt in every if index not in journal.places)
     started = saved = time.monotonic()
-    num_tokens = 0
+    num_tokens = num_answers = 0
     held: list[Dialogue] = []  # refused, and nothing is answered yet: then the server or the options may be wrong
 
     def on_progress(more_tokens: int, dialogue: Dialogue | None = None) -> None:
-        nonlocal num_tokens
+        nonlocal num_tokens, num_answers
         num_tokens += more_tokens
         if dialogue is not None:
+            num_answers += dialogue.num_answers
             held.append(dialogue)
             if journal.places or not dialogue.refusal:
                 save()
-        speed = num_tokens / max(time.monotonic() - started, 1e-3)
-        progress.progress(len(journal.places) + len(held), total, f"{speed:,.0f} tokens/s")
+            elif len(held) == _MOST_REFUSED:
+                refuse()
+        seconds = max(time.monotonic() - started, 1e-3)
+        speeds = f"{num_answers / seconds:,.1f} answers/s, {num_tokens / seconds:,.0f} tokens/s"
+        progress.progress(len(journal.places) + len(held), total, speeds)
 
     def save() -> None:
         nonlocal saved
@@ -228,10 +232,12 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, progress:
             journal.add(dialogue.index, entry)
         held.clear()
 
-    while dialogues := list(islice(left, _BATCHES_AT_ONCE * options.batch_size)):
-        source.converse(dialogues, on_progress)
-        if len(held) == len(dialogues) > 1:
-            first = min(held, key=lambda dialogue: dialogue.index)
-            why = f"{counted(len(held), 'prompt')} ({first.prompt.source}: {first.refusal})"
-            raise EndpointError(f"the server refused all of {why}: correct the options")
-        save()
+    def refuse() -> None:
+        first = min(held, key=lambda dialogue: dialogue.index)
+        why = f"{counted(len(held), 'prompt')} ({first.prompt.source}: {first.refusal})"
+        raise EndpointError(f"the server refused all of {why}: correct the options")
+
+    source.converse(left, on_progress)
+    if len(held) > 1:
+        refuse()
+    save()
