@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import optimise
 from draftheads.cpu.kernels import PackedLinear, Plain
-from draftheads.cpu.native_library import load_library
-from draftheads.cpu.native_step import SequenceBatch
+from draftheads.cpu.native_library import SequenceBatch, load_library
 from draftheads.cpu.optimise import MAX_TREE_ROWS, RoundedEmbedding, grouped_attention, kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target

@@ -12,7 +12,7 @@ from draftheads.decode.request import Lane, Request, StreamEvent
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.runners import bytes_of_states, num_slots, runner_for
 from draftheads.speculation.tree import Tree
-from families import HAS_RECURRENT, TREES, tiny_head, tiny_model
+from families import HAS_RECURRENT, TREES, needs_library, tiny_head, tiny_model
 from scheduler_world import assert_plain, request_of
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no functions that trees can follow")
@@ -20,9 +20,12 @@ SYSTEM = [3 + n * n % 17 for n in range(60)]  # shares 56 tokens in whole blocks
 LONG = [4 + n * n % 19 for n in range(100)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "mamba2"])
+@pytest.fixture(
+    scope="module", params=["qwen3_5_text", "mamba2", pytest.param("fast qwen3_5_text", marks=needs_library)]
+)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    model = tiny_model(request.param)
+    model = tiny_model(request.param.removeprefix("fast "))
+    model = model.sped_up() if request.param.startswith("fast ") else model
     return Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
 
 

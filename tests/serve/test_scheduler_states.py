@@ -36,8 +36,8 @@ VERIFYING = [("verify", rows, nodes, 20.0 + 0.6 * rows * nodes) for rows in (1, 
 @cache
 def engines_of(family: str) -> dict[str, Engine]:
     """A model alone and with heads; hybrid models have states beside keys and values."""
-    model = tiny_model(family)
-    model = model if model.is_recurrent else model.sped_up()
+    model = tiny_model(family.removeprefix("slow "))
+    model = model if family.startswith("slow ") else model.sped_up()
     costs = by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])
     eagle = tiny_head("eagle", model, num_key_value_heads=1, head_size=8)
     return {
@@ -299,14 +299,20 @@ class Schedules(RuleBasedStateMachine):
         assert self.scheduler.core.prefixes.num_bytes == 0
 
 
+class SlowHybridSchedules(Schedules):
+    """The same of a model with recurrent layers, by its own modules."""
+
+    family = "slow qwen3_5_text"
+
+
 class HybridSchedules(Schedules):
-    """The same of a model with recurrent layers."""
+    """By native passes, where there is the library."""
 
     family = "qwen3_5_text"
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(30, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("schedules", [Schedules, *([HybridSchedules] if HAS_RECURRENT else [])])
+@pytest.mark.parametrize("schedules", [Schedules, *([SlowHybridSchedules, HybridSchedules] if HAS_RECURRENT else [])])
 def test_schedules(schedules: type[Schedules], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", MOST_OVERTAKEN)
     SEEN.clear()

@@ -1,12 +1,14 @@
 """What the layers of a model compute, by the names of their parts: one description for all families.
 
+A layer has attention, or a recurrence whose states follow a tree (``native/walk.h``): the gated delta rule.
+
 A description may be wrong for modules that have known names and compute something else. That is noticed when the model
 is loaded (:mod:`draftheads.runners.structure`): there layers with random weights must have the stock modules' logits.
 
 Experts of a mixture (MoE) are native products, too: the weights of each are packed alone, so only chosen ones are read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ _ACTS = [
     {"GELUActivation", "GELU"},
     {"Clamped"},
 ]
+_OF_DELTA = {"A_log", "dt_bias"}  # parameters of a gated delta rule, beside its modules
 
 
 class PackedExperts(nn.Module):
@@ -122,12 +125,46 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class Mixing:
+    """Sizes of recurrences. The heads of a group have the same query and key."""
+
+    kind: int = 0
+    groups: int = 0
+    heads: int = 0  # of a group
+    rows: int = 0  # numbers of a key
+    values: int = 0  # numbers of a head's value
+    taps: int = 1  # of the convolution
+    share_factor: float = 1.0
+
+
+DELTA_RULE = 1  # kinds of them
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A recurrence of H heads in G groups over the outputs of a convolution of C channels."""
+
+    mixing: Mixing
+    # among the outputs of the layer's first products: first of the first group, and from group to group, of queries,
+    # keys, values, gates of outputs, shares (of values that are added) and steps
+    places: tuple[tuple[int, int], ...]
+    taps: Tensor  # (taps, C), channels group by group: queries, keys, values
+    tap_bias: Tensor | None  # (C,)
+    decay: Tensor  # (H,)
+    step_bias: Tensor  # (H,)
+    skip: Tensor | None  # (H,)
+    norm: tuple[Tensor, float]  # (values,) of outputs, epsilon
+
+
+@dataclass(frozen=True)
 class LayerParts:
     """A layer's weights, and how it puts them together. A part that is None is not there."""
 
     norms: tuple[Any, ...]  # before and after attention, before and after the feed-forward part
-    qkv: tuple[Outputs, ...]
+    qkv: tuple[Outputs, ...]  # or what a recurrence reads
+    recurrence: Recurrence | None  # in place of attention
     out: Outputs
+    heads: "Heads | None"
     head_norms: tuple[Any, Any]  # of queries and keys
     sinks: Tensor | None  # (heads,)
     feed_forward: tuple[Outputs, ...]  # gate, up and down, or up and down; empty if there are experts
@@ -138,17 +175,24 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """What must be equal in all layers with attention."""
+
+    heads: int = 1
+    groups: int = 1
+    head_size: int = 1
+    is_interleaved: bool = False  # a head's query, key and value are neighbours among the outputs
+    has_gates: bool = False  # behind a head's query is the gate of its output
+    norms_whole: bool = False  # those of queries and keys are of all heads together
+    scaling: float = 1.0
+    cap: float = 0.0  # of scores; 0: none
+
+
+@dataclass(frozen=True)
 class Sizes:
     """What must be equal in all layers."""
 
-    heads: int
-    groups: int
-    head_size: int
-    is_interleaved: bool  # a head's query, key and value are neighbours among the outputs
     is_parallel: bool  # attention and feed-forward part read the same states
-    norms_whole: bool  # those of queries and keys are of all heads together
-    scaling: float
-    cap: float  # of scores; 0: none
     residual_scale: float
     gate: tuple[int, float, float]  # the activation's number, α and limit
     chosen: int  # experts of a token
@@ -161,23 +205,12 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         AttributeError, TypeError: it has other parts than the families that are known here.
     """
     children = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout | nn.Identity)}
-    attention = next((children.pop(name) for name in ("self_attn", "attention", "attn") if name in children), None)
+    attention: Any = next((children.pop(name) for name in ("self_attn", "attention", "attn") if name in children), None)
+    mixer: Any = children.pop("linear_attn", None) if attention is None else None
     mlp: Any = children.pop("mlp", None)
-    if attention is None or mlp is None or frozenset(children) not in _NORMS:
+    if (attention is None and mixer is None) or mlp is None or frozenset(children) not in _NORMS:
         raise TypeError(f"its layers have other parts: {', '.join(name for name, _ in layer.named_children())}")
     norms = tuple(children[name] if name else None for name in _NORMS[frozenset(children)])
-    own = {name for name, _ in attention.named_parameters(recurse=False)}
-    if own - {"sinks"}:
-        raise TypeError(f"its attention has {', '.join(sorted(own))}")
-    size = int(getattr(attention, "head_dim", None) or attention.head_size)
-    heads = int(config.num_attention_heads)
-    if hasattr(attention, "q_proj"):
-        qkv = tuple(Outputs(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
-        groups = qkv[1].layer.out_features // size
-    else:
-        qkv = (Outputs(_first(attention, "qkv_proj", "query_key_value", "c_attn")),)
-        groups = (qkv[0].layer.out_features // size - heads) // 2
-    head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     experts: Any = getattr(mlp, "experts", None)
     router: Any = getattr(mlp, "gate", getattr(mlp, "router", None))
     is_mixture = isinstance(experts, PackedExperts)
@@ -188,30 +221,86 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     if not any(gate[0] in names for names in _ACTS):
         raise TypeError(f"its activation is {gate[0]}")
     sizes = Sizes(
-        heads=heads,
-        groups=groups,
-        head_size=size,
-        is_interleaved=hasattr(attention, "query_key_value"),
         is_parallel=bool(getattr(layer, "use_parallel_residual", norms[1:] == (None, None, None))),
-        norms_whole=head_norms[0] is not None and head_norms[0].weight.shape != (size,),
-        scaling=float(attention.scaling),
-        cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
         residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
         gate=(next(number for number, names in enumerate(_ACTS) if gate[0] in names), *gate[1:]),
         chosen=int(router.top_k) if is_mixture else 0,
     )
     is_cohere_2 = type(attention).__name__ == "Cohere2Attention"
+    qkv, recurrence = (_qkv(attention), None) if mixer is None else _gated_delta(mixer)
     return LayerParts(
         norms,
         qkv,
-        Outputs(_first(attention, "o_proj", "dense", "c_proj")),
-        head_norms,
+        recurrence,
+        Outputs(_first(mixer or attention, "o_proj", "dense", "c_proj", "out_proj")),
+        _heads_of(attention, qkv, config) if mixer is None else None,
+        (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
         getattr(attention, "sinks", None),
         () if is_mixture else _feed_forward(mlp),
         experts if is_mixture else None,
         router if is_mixture else None,
         sizes,
         attention.sliding_window is not None if is_cohere_2 else bool(getattr(attention, "use_rope", True)),
+    )
+
+
+def _qkv(attention: Any) -> tuple[Outputs, ...]:
+    if hasattr(attention, "q_proj"):
+        return tuple(Outputs(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    return (Outputs(_first(attention, "qkv_proj", "query_key_value", "c_attn")),)
+
+
+def _heads_of(attention: Any, qkv: Sequence[Outputs], config: Any) -> Heads:
+    own = {name for name, _ in attention.named_parameters(recurse=False)}
+    if own - {"sinks"}:
+        raise TypeError(f"its attention has {', '.join(sorted(own))}")
+    size = int(getattr(attention, "head_dim", None) or attention.head_size)
+    heads = int(config.num_attention_heads)
+    outputs = [part.layer.out_features // size for part in qkv]
+    norm = getattr(attention, "q_norm", None)
+    return Heads(
+        heads=heads,
+        groups=outputs[1] if len(qkv) == 3 else (outputs[0] - heads) // 2,
+        head_size=size,
+        is_interleaved=hasattr(attention, "query_key_value"),
+        has_gates=len(qkv) == 3 and outputs[0] == 2 * heads,
+        norms_whole=norm is not None and norm.weight.shape != (size,),
+        scaling=float(attention.scaling),
+        cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+    )
+
+
+def _gated_delta(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
+    """A gated delta rule: of Qwen3.5, or of Qwen3-Next, where all of a group are neighbours among the outputs."""
+    groups, rows, values = (int(getattr(mixer, name)) for name in ("num_k_heads", "head_k_dim", "head_v_dim"))
+    heads = mixer.num_v_heads // groups
+    whole, keys = heads * values, groups * rows
+    if hasattr(mixer, "in_proj_qkvz"):
+        names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+        step, behind = 2 * (rows + whole), groups * 2 * (rows + whole)
+        starts = 0, rows, 2 * rows, 2 * rows + whole, behind, behind + heads
+        steps = (*4 * [step], *2 * [2 * heads])
+    else:
+        names, behind = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), 2 * (keys + groups * whole)
+        starts = 0, keys, 2 * keys, 2 * keys + groups * whole, behind, behind + groups * heads
+        steps = rows, rows, whole, whole, heads, heads
+    convolution, norm = mixer.conv1d, mixer.norm
+    if {mixer.activation, norm.activation} != {"silu"} or {*dict(mixer.named_parameters(recurse=False))} != _OF_DELTA:
+        raise TypeError("its recurrence is another one")
+    order = torch.cat(
+        [part.view(groups, -1) for part in torch.arange(convolution.out_channels).split((keys, keys, groups * whole))],
+        1,
+    )
+    taps, bias = convolution.weight.detach()[order.flatten(), 0].T, convolution.bias
+    return tuple(Outputs(getattr(mixer, name)) for name in names), Recurrence(
+        Mixing(DELTA_RULE, groups, heads, rows, values, len(taps)),
+        tuple(zip(starts, steps, strict=True)),
+        taps,
+        None if bias is None else bias.detach()[order.flatten()],
+        -mixer.A_log.detach().float().exp(),
+        mixer.dt_bias.detach(),
+        None,
+        (norm.weight.detach(), float(norm.variance_epsilon)),
     )
 
 

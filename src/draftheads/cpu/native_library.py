@@ -1,4 +1,4 @@
-"""The native library for CPUs: where it is, its structures in C, and its threads.
+"""The native library for CPUs: where it is, its structures in C, what a pass is given, and its threads.
 
 It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it all but int8 and
 int4 works, more slowly. It has a plain C interface, so one build serves all versions of Python and PyTorch.
@@ -11,14 +11,17 @@ threads take the next task, so other programs slow it down by no more than what 
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from draftheads.errors import InvalidSettings
 from draftheads.utils.machine import Environment
@@ -28,6 +31,7 @@ FILE = Path(__file__).parent / "native" / "libdraftheads.so"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 INT4 = 4  # the same, of 4 bits
 BLOCK = 32  # outputs that are stored side by side
+MOST_PRODUCTS = 6  # that begin a layer
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -69,15 +73,43 @@ class Experts(ctypes.Structure):
     )
 
 
+class Place(ctypes.Structure):
+    """``draftheads::Place`` in ``step.cpp``."""
+
+    _fields_ = tuple(_ints("first", "step"))
+
+
+class Recurrence(ctypes.Structure):
+    """``draftheads::Recurrence`` in ``step.cpp``."""
+
+    _fields_ = (
+        *_pointers("taps", "tap_bias", "decay", "step_bias", "skip"),
+        *(("norm", Norm), ("places", Place * 6)),
+        *_ints("place", "unused"),
+    )
+
+
 class Layer(ctypes.Structure):
     """``draftheads::Layer`` in ``step.cpp``."""
 
     _fields_ = (
-        *(("qkv", Weight * 3), ("out", Weight), ("gate_up", Weight * 2), ("down", Weight)),
+        *(("qkv", Weight * MOST_PRODUCTS), ("out", Weight), ("gate_up", Weight * 2), ("down", Weight)),
         *_fields(Norm, "norm", "after_attention", "middle", "after_mlp", "query_norm", "key_norm"),
         *_pointers("sinks"),
         *_fields(POINTER(Experts), "experts"),
         *_ints("window", "turns"),
+        *_fields(POINTER(Recurrence), "recurrence"),
+        *_ints("cache", "unused"),
+    )
+
+
+class Mixing(ctypes.Structure):
+    """``draftheads::Mixing`` in ``step.cpp``."""
+
+    _fields_ = (
+        *_ints("kind", "groups", "heads", "rows", "values", "taps"),
+        *_floats("share_factor"),
+        *_ints("unused"),
     )
 
 
@@ -87,11 +119,12 @@ class Model(ctypes.Structure):
     _fields_ = (
         *_ints("size", "heads", "groups", "head_size", "turned", "key_first", "value_first", "query_step", "key_step"),
         *_ints("layers", "cache_kind", "state_kind", "embedding_kind", "vocab"),
-        *_ints("is_parallel", "turns_neighbours", "norms_whole"),
+        *_ints("is_parallel", "turns_neighbours", "norms_whole", "has_gates", "caches"),
         *_floats("scaling", "cap", "embedding_scale", "residual_scale"),
         *(("gate", Gate), ("final", Norm), ("of_layers", POINTER(Layer))),
         *_pointers("embedding", "embedding_smooth", "positions"),
-        *_ints("num_positions", "unused"),
+        *_ints("num_positions", "recurrences"),
+        *_fields(Mixing, "mixing"),
     )
 
 
@@ -103,6 +136,8 @@ class Pass(ctypes.Structure):
         *_pointers("ids", "memory", "slots", "lengths", "counts", "depths", "ancestors", "cos", "sin"),
         *_ints("num_turns", "of_tokens", "last_position", "unused"),
         *_pointers("kept_layers", "kept_states", "states"),
+        *_pointers("states_of_texts", "records", "old_records", "record_slots", "old_slots"),
+        *_pointers("accepted_first", "accepted"),
     )
 
 
@@ -130,7 +165,78 @@ class Growth(ctypes.Structure):
     )
 
 
-STRUCTURES = (Weight, Norm, Gate, Experts, Layer, Model, Pass, HeadLayer, Depth, Growth)
+STRUCTURES = (Weight, Norm, Gate, Experts, Place, Recurrence, Layer, Mixing, Model, Pass, HeadLayer, Depth, Growth)
+
+
+@dataclass
+class TextStates:
+    """What recurrent layers know of a text."""
+
+    states: Tensor  # (layers, numbers)
+    records: Tensor  # (layers, nodes, numbers) of the nodes of the last tree
+    accepted: list[int]  # nodes of it that the text goes on with: the next pass moves the states behind them
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """The tokens of a pass: those of a text are neighbours.
+
+    Args:
+        memory: of each of b texts keys and values, (layers, 2, groups, slots, d) in the step's ``cache_dtype``.
+        lengths: (b,) tokens that each text has before the pass.
+        counts: (b,) tokens of each text in the pass.
+        depths: (M,) int32, levels below the first token of the same text.
+        ancestors: (M, words) uint64: bit m says that a token sees the m-th one of its text; None: all before it.
+        are_long: (b,) texts with the long factors of LongRoPE, for models that have it.
+        states: (b,) in a model with recurrent layers. Without ancestors they move behind the tokens.
+    """
+
+    memory: Sequence[Tensor]
+    lengths: Sequence[int]
+    counts: Sequence[int]
+    depths: Tensor
+    ancestors: Tensor | None = None
+    are_long: Sequence[bool] | None = None
+    states: Sequence[TextStates] = ()
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> Any:
+    """An array of pointers."""
+    return (c_void_p * len(tensors))(*(part.data_ptr() for part in tensors))
+
+
+class StatesOfPass:
+    """The states of some texts as fields of :class:`Pass`, and their records: new ones where those are too few."""
+
+    def __init__(self, texts: Sequence[TextStates], counts: Sequence[int], *, writes: bool) -> None:
+        self._texts = texts
+        old = [text.records for text in texts]
+        self._records = [
+            part.new_empty(len(part), count, part.shape[2]) if writes and count > part.shape[1] else part
+            for part, count in zip(old, counts, strict=False)  # a model without states has no texts here
+        ]
+        paths = [text.accepted for text in texts]
+        nodes = np.array([node for path in paths for node in path], dtype=np.int32)
+        slots = [np.array([part.shape[1] for part in parts], dtype=np.int32) for parts in (self._records, old)]
+        pointers = map(addresses_of, ([text.states for text in texts], self._records, old))
+        self._held = [*pointers, *slots, np.cumsum([0, *map(len, paths)], dtype=np.int32), nodes]
+        names = ("states_of_texts", "records", "old_records", "record_slots", "old_slots", "accepted_first", "accepted")
+        places = (part.ctypes.data if isinstance(part, np.ndarray) else ctypes.addressof(part) for part in self._held)
+        self.fields = dict(zip(names, places, strict=True))
+
+    def done(self) -> None:
+        """The pass has moved the states, and written records."""
+        for text, records in zip(self._texts, self._records, strict=True):
+            text.records, text.accepted = records, []
+
+
+def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
+    """(M, words) int64 of trees (B or 1, N, N) bool, for node ``nodes[m]`` of row ``texts[m]``, each (M,)."""
+    packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, N, bytes)
+    whole = np.zeros((*packed.shape[:2], -(-packed.shape[2] // 8) * 8), dtype=np.uint8)
+    whole[..., : packed.shape[2]] = packed
+    bits = torch.from_numpy(whole).view(torch.int64)
+    return bits[texts if len(bits) > 1 else 0, nodes].contiguous()
 
 
 _POINTER, _INT = c_void_p, c_int32
@@ -146,6 +252,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and their argume
     "best": (None, _POINTER, _POINTER, *3 * [_INT], *4 * [_POINTER]),
     "top": (None, _INT, _POINTER, *3 * [_INT], c_float, *3 * [_POINTER]),
     "pass": (_INT, POINTER(Model), POINTER(Pass)),
+    **dict.fromkeys(("states_size", "record_size"), (c_int64, POINTER(Model))),
 }
 
 

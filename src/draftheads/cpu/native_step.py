@@ -8,24 +8,40 @@ Alphabet: M tokens of all texts, D hidden size, d size of a head, n layers whose
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from draftheads.cpu import native_library as structures
 from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, PackedLinear, table_of
-from draftheads.cpu.layer_parts import LayerParts, Outputs, PackedExperts, Sizes, norm_numbers, parts_of
+from draftheads.cpu.layer_parts import (
+    Heads,
+    LayerParts,
+    Mixing,
+    Outputs,
+    PackedExperts,
+    Recurrence,
+    Sizes,
+    norm_numbers,
+    parts_of,
+)
 from draftheads.cpu.native_library import (
     KINDS,
+    MOST_PRODUCTS,
     Experts,
     Gate,
     Layer,
     Model,
     Norm,
     Pass,
+    SequenceBatch,
+    StatesOfPass,
+    TextStates,
     Weight,
+    addresses_of,
     load_library,
     native_threads,
 )
@@ -33,32 +49,12 @@ from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
-_MOST_OUTPUTS = 32 * ((1 << 14) - 8)  # of products that read the same rows
+_MOST_OUTPUTS = 32 * ((1 << 13) - 8)  # of products that read the same rows
 FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
+_MOST_TAPS = 16
 OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
-
-
-@dataclass(frozen=True)
-class SequenceBatch:
-    """The tokens of a pass: those of a text are neighbours.
-
-    Args:
-        memory: of each of b texts keys and values, (layers, 2, groups, slots, d) in the step's ``cache_dtype``.
-        lengths: (b,) tokens that each text has before the pass.
-        counts: (b,) tokens of each text in the pass.
-        depths: (M,) int32, levels below the first token of the same text.
-        ancestors: (M, words) uint64: bit m says that a token sees the m-th one of its text; None: all before it.
-        are_long: (b,) texts with the long factors of LongRoPE, for models that have it.
-    """
-
-    memory: Sequence[Tensor]
-    lengths: Sequence[int]
-    counts: Sequence[int]
-    depths: Tensor
-    ancestors: Tensor | None = None
-    are_long: Sequence[bool] | None = None
 
 
 class NativeStep:
@@ -85,7 +81,10 @@ class NativeStep:
         if not layers or len(layers) > _MOST_LAYERS:
             raise ValueError("this number of layers")
         parts = [parts_of(layer, decoder.config) for layer in layers]
+        self._heads = _common([part.heads for part in parts if part.heads is not None], Heads())
+        self._mixing = _common([part.recurrence.mixing for part in parts if part.recurrence is not None], Mixing())
         self._turns = _Turns(decoder, [part.turns for part in parts], self.dtype)
+        self._caches = self._recurrences = 0  # layers with keys and values, and with states
         self._layers = (Layer * len(layers))(
             *(self._layer(*each) for each in zip(parts, windows, self._turns.of_layers, strict=True))
         )
@@ -94,26 +93,45 @@ class NativeStep:
         types = {self.dtype, *(product.dtype for product in self._products)}
         if same or any(replace(part.sizes, chosen=sizes.chosen) != sizes for part in parts) or len(types) != 1:
             raise ValueError("its layers differ")
-        turned = self._turns.size
-        if sizes.head_size > _MOST_HEAD_SIZE or turned > sizes.head_size:
-            raise ValueError(f"heads of {sizes.head_size} numbers, of which {turned} are turned")
+        turned, size = self._turns.size, self._heads.head_size
+        if self._caches and (size > _MOST_HEAD_SIZE or turned > size):
+            raise ValueError(f"heads of {size} numbers, of which {turned} are turned")
         are_rounded = any(isinstance(product, NativeInt8 | NativeInt4) for product in self._products)
         # a number that is rounded to the other side changes the rest
         self.rounds = are_rounded or self.dtype != torch.float32
         # int8 and int4 round what keys and values are computed from, so they need no more than 16 bits
         self.cache_dtype = torch.float16 if are_rounded else self.dtype
         self._model = self._described(sizes, final, embedding, getattr(decoder, "wpe", None))
+        self._sizes = self._native.draftheads_states_size(self._model), self._native.draftheads_record_size(self._model)
         self._model.embedding_scale *= float(getattr(decoder, "embedding_multiplier", 1.0))
 
     def memory(self, slots: int) -> Tensor:
         """Memory for the keys and values of so many tokens of a text, zeros (layers, 2, groups, slots, d)."""
         model = self._model
-        return torch.zeros(model.layers, 2, model.groups, slots, model.head_size, dtype=self.cache_dtype)
+        return torch.zeros(model.caches, 2, model.groups, slots, model.head_size, dtype=self.cache_dtype)
 
     @property
     def bytes_per_token(self) -> int:
         model = self._model
-        return int(2 * model.layers * model.groups * model.head_size * self.cache_dtype.itemsize)
+        return int(2 * model.caches * model.groups * model.head_size * self.cache_dtype.itemsize)
+
+    def states(self) -> TextStates:
+        """Of an empty text."""
+        states, record = (torch.zeros(self._recurrences, size) for size in self._sizes)
+        return TextStates(states, record[:, None][:, :0], [])
+
+    def bytes_of_states(self, num_nodes: int) -> int:
+        """Memory of the states of a text, and of the records of so many nodes."""
+        states, record = self._sizes
+        return int(4 * self._recurrences * (states + num_nodes * record))
+
+    def settle(self, texts: Sequence[TextStates]) -> None:
+        """Moves states behind the accepted nodes."""
+        none = [0] * len(texts)
+        batch = SequenceBatch(
+            [self.memory(0)] * len(texts), none, none, torch.zeros(0, dtype=torch.int32), states=texts
+        )
+        self.run(torch.zeros(0, dtype=torch.long), batch, last_position=0)
 
     def run(
         self, token_ids: Tensor, texts: SequenceBatch, layers: Sequence[int] = (), *, last_position: int
@@ -136,8 +154,9 @@ class NativeStep:
         turns, of_tokens = self._turns.of(texts, last_position)
         held = [np.array(values, dtype=np.int32) for values in (slots, texts.lengths, texts.counts, layers)]
         slots_at, lengths, counts, kept = (array.ctypes.data for array in held)
-        memory = (ctypes.c_void_p * len(texts.memory))(*(part.data_ptr() for part in texts.memory))
+        memory = addresses_of(texts.memory)
         ancestors = texts.ancestors
+        moved = StatesOfPass(texts.states, texts.counts, writes=ancestors is not None)
         self._native.draftheads_threads(native_threads())
         failure = self._native.draftheads_pass(
             self._model,
@@ -161,18 +180,29 @@ class NativeStep:
                 kept_layers=kept,
                 kept_states=inputs.data_ptr(),
                 states=last.data_ptr(),
+                **moved.fields,
             ),
         )
         if failure == 1:
             raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
         if failure:
             raise IndexError(f"a position of {max(texts.lengths)} + {int(depths.max())} has no entry")
+        moved.done()
         return last, inputs
 
     def _checked_slots(self, texts: SequenceBatch, count: int) -> list[int]:
         """An error in place of reading or writing other memory."""
         model, slots = self._model, [part.shape[3] for part in texts.memory]
-        shape = model.layers, 2, model.groups, model.head_size
+        if len(texts.states) != (len(texts.memory) if self._recurrences else 0):
+            raise ValueError(f"{len(texts.states)} states for {len(texts.memory)} texts")
+        for text in texts.states:
+            forms = [
+                (len(part), part.shape[-1], part.dtype, part.is_contiguous()) for part in (text.states, text.records)
+            ]
+            ours = [(self._recurrences, size, torch.float32, True) for size in self._sizes]
+            if forms != ours or any(not 0 <= node < text.records.shape[1] for node in text.accepted):
+                raise ValueError(f"states are {forms}, of which {text.accepted} are accepted; this model's are {ours}")
+        shape = model.caches, 2, model.groups, model.head_size
         are_ours = all(
             (*part.shape[:3], part.shape[4]) == shape and part.dtype == self.cache_dtype and part.is_contiguous()
             for part in texts.memory
@@ -187,38 +217,45 @@ class NativeStep:
         return slots
 
     def _described(self, sizes: Sizes, final: Any, embedding: Any, positions: Any) -> Model:
-        heads, groups, size = sizes.heads, sizes.groups, sizes.head_size
-        places = heads * size, (heads + groups) * size, size, size
-        if sizes.is_interleaved:
+        own = self._heads
+        heads, groups, size = own.heads, own.groups, own.head_size
+        queries = heads * size * (1 + own.has_gates)
+        places = queries, queries + groups * size, size * (1 + own.has_gates), size
+        if own.is_interleaved:
             places = size, 2 * size, 3 * size, 3 * size
         vocab = self._embedding.out_features if isinstance(self._embedding, NativeInt8) else len(self._embedding)
         table_kind, *table = table_of(self._embedding)
         return Model(
             *(self.size, heads, groups, size, self._turns.size, *places, len(self._layers)),
             *(KINDS[self.cache_dtype], KINDS[self.dtype], table_kind, vocab),
-            *(sizes.is_parallel, self._turns.are_neighbours, sizes.norms_whole),
-            *(sizes.scaling, sizes.cap, float(getattr(embedding, "embed_scale", 1.0)), sizes.residual_scale),
+            *(sizes.is_parallel, self._turns.are_neighbours, own.norms_whole, own.has_gates, self._caches),
+            *(own.scaling, own.cap, float(getattr(embedding, "embed_scale", 1.0)), sizes.residual_scale),
             Gate(*sizes.gate),
             self._norm(final, self.size),
             self._layers,
             *table,
             *((None, 0) if positions is None else (self._numbers(positions.weight), len(positions.weight))),
+            self._recurrences,
+            structures.Mixing(*astuple(self._mixing)),
         )
 
     def _layer(self, parts: LayerParts, window: int, turns: int) -> Layer:
-        sizes = parts.sizes
-        widths = [sizes.head_size * (n if sizes.norms_whole else 1) for n in (sizes.heads, sizes.groups)]
+        heads = self._heads
+        widths = [heads.head_size * (n if heads.norms_whole else 1) for n in (heads.heads, heads.groups)]
         norms = [self._norm(norm, self.size) for norm in parts.norms]
         head_norms = map(self._norm, parts.head_norms, widths)
         weights = [self._weight(part) for part in (*parts.qkv, parts.out, *parts.feed_forward)]
         num = len(parts.qkv)
         qkv, out, rest = weights[:num], weights[num], weights[num + 1 :]
         *inner, down = rest or [Weight(), Weight()]
-        self._check_sizes(sizes, qkv, out)
+        recurrence = None if parts.recurrence is None else self._recurrence(parts.recurrence, qkv, out)
+        if recurrence is None:
+            self._check_sizes(qkv, out)
+            self._caches += 1
         if rest:
             self._check_inner(inner, down)
         return Layer(
-            (Weight * 3)(*qkv),
+            (Weight * MOST_PRODUCTS)(*qkv),
             out,
             (Weight * 2)(*inner),
             down,
@@ -228,15 +265,43 @@ class NativeStep:
             None if parts.experts is None else self._experts(parts.experts, parts.router),
             window,
             turns,
+            recurrence,
+            self._caches - 1,
         )
 
-    def _check_sizes(self, sizes: Sizes, qkv: Sequence[Weight], out: Weight) -> None:
+    def _recurrence(self, parts: Recurrence, products: Sequence[Weight], out: Weight) -> Any:
+        mixing, heads = parts.mixing, parts.mixing.groups * parts.mixing.heads
+        channels = mixing.groups * (2 * mixing.rows + mixing.heads * mixing.values)
+        sizes = (mixing.rows, mixing.rows, *2 * [mixing.heads * mixing.values], *2 * [mixing.heads])
+        ends = [first + (mixing.groups - 1) * step + n for (first, step), n in zip(parts.places, sizes, strict=True)]
+        outputs = sum(part.out for part in products)
+        fit = {part.in_ for part in products} == {self.size} and (out.in_, out.out) == (
+            heads * mixing.values,
+            self.size,
+        )
+        fit &= parts.taps.shape == (mixing.taps, channels) and parts.norm[0].shape == (mixing.values,)
+        fit &= all(part.shape == (heads,) for part in (parts.decay, parts.step_bias)) and max(ends) <= outputs
+        if not fit or outputs > _MOST_OUTPUTS or not 0 < mixing.taps <= _MOST_TAPS:
+            raise ValueError(f"a recurrence of {mixing} and outputs of {[part.out for part in products]}")
+        numbers = (parts.taps, parts.tap_bias, parts.decay, parts.step_bias, parts.skip)
+        held = structures.Recurrence(
+            *(None if part is None else self._numbers(part) for part in numbers),
+            Norm(self._numbers(parts.norm[0]), None, parts.norm[1], False),  # noqa: FBT003 - it is not centred
+            (structures.Place * len(parts.places))(*(structures.Place(*place) for place in parts.places)),
+            self._recurrences,
+        )
+        self._recurrences += 1
+        self._held.append(held)
+        return ctypes.pointer(held)
+
+    def _check_sizes(self, qkv: Sequence[Weight], out: Weight) -> None:
         """The library takes them for granted."""
-        heads, groups, size = sizes.heads, sizes.groups, sizes.head_size
-        outputs = [heads * size, groups * size, groups * size]
-        fit = groups > 0 and heads % groups == 0 and (heads == groups or not sizes.is_interleaved)
+        own = self._heads
+        heads, groups, size = own.heads, own.groups, own.head_size
+        outputs = [heads * size * (1 + own.has_gates), groups * size, groups * size]
+        fit = groups > 0 and heads % groups == 0 and (heads == groups or not own.is_interleaved)
         fit &= [part.out for part in qkv] == (outputs if len(qkv) == 3 else [sum(outputs)])
-        fit &= (out.in_, out.out) == (outputs[0], self.size) and {part.in_ for part in qkv} == {self.size}
+        fit &= (out.in_, out.out) == (heads * size, self.size) and {part.in_ for part in qkv} == {self.size}
         if not fit or sum(outputs) > _MOST_OUTPUTS:
             given = ", ".join(str(part.out) for part in qkv)
             raise ValueError(f"outputs of {given} and {out.out} for {heads} and {groups} heads of {size}")
@@ -356,13 +421,11 @@ class _Turns:
         return torch.cat([table, table], -1) if self._is_half else table
 
 
-def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
-    """(M, words) int64 of trees (B or 1, N, N) bool, for node ``nodes[m]`` of row ``texts[m]``, each (M,)."""
-    packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, N, bytes)
-    whole = np.zeros((*packed.shape[:2], -(-packed.shape[2] // 8) * 8), dtype=np.uint8)
-    whole[..., : packed.shape[2]] = packed
-    bits = torch.from_numpy(whole).view(torch.int64)
-    return bits[texts if len(bits) > 1 else 0, nodes].contiguous()
+def _common(values: Sequence[Any], otherwise: Any) -> Any:
+    """What they all are."""
+    if len({*values}) > 1:
+        raise ValueError("its layers differ")
+    return values[0] if values else otherwise
 
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:

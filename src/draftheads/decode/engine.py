@@ -281,8 +281,9 @@ class Engine:
 
     def num_bytes(self, lengths: Sequence[int], *, draft_nodes: int | None = None) -> int:
         """Memory of the requests of a :meth:`batch`, whose texts have so many tokens."""
-        slots = num_slots(self.model, lengths, self.most_nodes(draft_nodes))
-        states = bytes_of_states(self.model, len(lengths)) + self.drafter.bytes_of_rows(len(lengths))
+        nodes = self.most_nodes(draft_nodes)
+        slots = num_slots(self.model, lengths, nodes)
+        states = bytes_of_states(self.model, len(lengths), nodes) + self.drafter.bytes_of_rows(len(lengths))
         return slots * self.bytes_per_token + states
 
     def encode(self, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:

@@ -33,10 +33,12 @@ def bytes_per_slot(model: TargetModel) -> int:
     return layers * kv_numbers(model.config) * model.dtype.itemsize
 
 
-def bytes_of_states(model: TargetModel, num_rows: int) -> int:
-    """Memory of the states of recurrent layers, which do not grow with the text."""
+def bytes_of_states(model: TargetModel, num_rows: int, num_nodes: int = 0) -> int:
+    """Memory of the states of recurrent layers, which do not grow with the text, and of trees of so many nodes."""
     if not (model.is_recurrent and num_rows):
         return 0
+    if model.native is not None:
+        return num_rows * model.native.bytes_of_states(num_nodes)
     if model not in _state_bytes:
         runner = TransformersRunner(model)
         runner.prefill([[0]])

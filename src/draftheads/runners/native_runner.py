@@ -1,19 +1,20 @@
 """Passes by the native library: the tokens of all texts side by side, and memory for each text alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftheads.cpu.native_step import SequenceBatch, ancestor_bits
+from draftheads.cpu.native_library import SequenceBatch, ancestor_bits
 from draftheads.models.model import TargetModel
 from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, States, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
 
 
 class NativeRunner(Runner):
-    """A row's memory are its keys and values, (layers, 2, groups, slots, d)."""
+    """A row's memory are its keys and values, (layers, 2, groups, slots, d), and its states :class:`TextStates`."""
 
     def __init__(self, model: TargetModel, layers: Sequence[int] = ()) -> None:
         super().__init__(model, layers)
@@ -24,6 +25,9 @@ class NativeRunner(Runner):
     @torch.inference_mode()
     def open(self, most_tokens: int, known: Entries | None = None, states: States | None = None) -> Row:
         row = Row(is_long=self.model.is_long(most_tokens), memory=self.native.memory(0))
+        row.states = self.native.states()
+        for state in (states or {}).values():
+            row.states.states.copy_(state)
         if known is not None:
             [old] = known
             row.length = old.shape[3]
@@ -37,6 +41,12 @@ class NativeRunner(Runner):
         lengths = [row.length for row in rows]
         for row, ids in zip(rows, token_ids, strict=True):
             _reserve(row, row.length + len(ids))
+        with self._undone(rows):
+            return self._read(rows, lengths, token_ids)
+
+    def _read(
+        self, rows: Sequence[Row], lengths: Sequence[int], token_ids: Sequence[Sequence[int]]
+    ) -> list[tuple[Tensor, Tensor]]:
         parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
         done = [0] * len(rows)
         while counts := _next_counts([len(ids) - read for ids, read in zip(token_ids, done, strict=True)]):
@@ -86,6 +96,7 @@ class NativeRunner(Runner):
             if source != list(range(count)):
                 end = row.length + count
                 row.memory[..., row.length : end, :] = row.memory[..., [row.length + node for node in source], :]
+            row.states.accepted = source
             row.length += count
 
     def drop(self, rows: Sequence[Row]) -> None:
@@ -94,12 +105,33 @@ class NativeRunner(Runner):
     def entries(self, row: Row, num_tokens: int) -> Entries:
         return (row.memory[..., :num_tokens, :].clone(memory_format=torch.contiguous_format),)
 
+    @torch.inference_mode()
+    def states(self, row: Row) -> States:
+        if not self.native.bytes_of_states(0):
+            return {}
+        self.native.settle([row.states])
+        return {("native", 0, 0): row.states.states.clone()}
+
     @property
     def num_bytes(self) -> int:
-        return sum(row.memory.nbytes for row in self._rows)
+        parts = ((row.memory, row.states.states, row.states.records) for row in self._rows)
+        return sum(part.nbytes for of_row in parts for part in of_row)
+
+    @contextmanager
+    def _undone(self, rows: Sequence[Row]) -> Iterator[None]:
+        """If reading fails inside, the states of these rows are as before; entries are only written behind others."""
+        before = [(row.states.states.clone(), row.states.accepted) for row in rows]
+        try:
+            yield
+        except BaseException:
+            for row, (states, accepted) in zip(rows, before, strict=True):
+                row.states.states, row.states.accepted = states, accepted
+            raise
 
     def _pass(self, rows: Sequence[Row], tokens: Tensor, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,)."""
+        if self.model.is_recurrent:
+            texts = replace(texts, states=[row.states for row in rows])
         if self.model.long_rope is not None:
             texts = replace(texts, are_long=[row.is_long for row in rows])
         return self.native.run(tokens, texts, self.layers, last_position=self.positions())

@@ -33,6 +33,8 @@ class Row:
     """Whether it has the long factors of LongRoPE."""
     memory: Any = None
     """Of its runner."""
+    states: Any = None
+    """Of recurrent layers, of its runner."""
 
 
 class Runner(ABC):

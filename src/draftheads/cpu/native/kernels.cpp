@@ -770,6 +770,7 @@ inline Vec error_function(Vec x) {
 // What SiLU, or what stands in its place, makes of x.
 inline Vec activated(int act, Vec x) {
     if (act == kSilu) return x / (all(1.0f) + exponential(-x));
+    if (act == kSigmoid) return 1.0f / (all(1.0f) + exponential(-x));
     if (act == kGelu) return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
     const Vec inner = all(1.5957691216057308f) * (x + all(0.044715f) * x * x * x);  // GELU by tanh: x * sigmoid(2 ...)
     return x / (all(1.0f) + exponential(-inner));
@@ -1186,6 +1187,10 @@ void pack(const Packing &p, int block) {
     else (p.kind == kInt8 && !p.back ? pack_int8 : pack_exact)(p, block);
 }
 
+// --- recurrences ---
+
+#include "recurrence.h"
+
 // --- the largest of many numbers ---
 
 // Of equal numbers the first one counts. NaN counts as minus infinity.
@@ -1251,6 +1256,6 @@ constexpr Level kLevel = kLevelAvx2;
 #else
 constexpr Level kLevel = kLevelPortable;
 #endif
-const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, pack, norm, turn, dots, gate, add_silu, store_as, load_from, attend, top};
+const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, pack, norm, turn, dots, gate, add_silu, store_as, load_from, attend, top, advance, convolve};
 
 }  // namespace draftheads

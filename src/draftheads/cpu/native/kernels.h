@@ -14,6 +14,7 @@ enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
 constexpr int kMostHead = 256;  // numbers of a head
 constexpr int kMostTogether = 4;
+constexpr int kColumns = 32;  // of a recurrence's state that are computed together
 constexpr int kInputs = 32;   // of int4 that have a scale and a least number together
 constexpr int kInputsBytes = kBlock * (kInputs / 2 + 4);  // of them in a block
 
@@ -61,8 +62,9 @@ struct Norm {
 };
 
 // How a feed-forward part joins its two products: SiLU(gate) * up, or GELU by tanh or by erf in its place; or, with both
-// clamped to `limit`, gate * sigmoid(alpha * gate) * (up + 1). Without `up`, what is behind the star is 1.
-enum Act : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClamped = 3 };
+// clamped to `limit`, gate * sigmoid(alpha * gate) * (up + 1). Without `up`, what is behind the star is 1. Gates of attention
+// have sigmoid(gate) in the place of SiLU.
+enum Act : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClamped = 3, kSigmoid = 4 };
 struct Gate {
     int32_t act;
     float alpha, limit;
@@ -80,6 +82,38 @@ struct Query {
     const int32_t *list;
     int32_t listed;
     float sink;  // a score that takes a share and adds nothing; minus infinity: there is none
+};
+
+// A state (rows, kColumns) of a recurrence becomes decay * state + key added^T.
+struct Change {
+    const float *key, *added;  // (rows,) and (kColumns,)
+    float decay;
+};
+
+// A token of a recurrence, for kColumns numbers of its value: what it adds to the state is share * value, or of the delta rule
+// share * (value - decay * state^T key); its output is (decay * state + key added^T)^T query + skip * value.
+struct Node {
+    const float *key, *query, *value;  // (rows,), (rows,), (kColumns,)
+    float *added, *out;                // (kColumns,)
+    float decay, share, key_query, skip;  // key_query: key . query
+    int32_t is_corrected;              // whether by the delta rule
+};
+
+// Changes of a state, one after the other, and a token that reads what comes out; without changes nothing is written.
+struct Advance {
+    const float *from;
+    float *to;
+    const Change *changes;
+    int32_t count, rows;
+    const Node *node;  // or null
+};
+
+struct Convolution {
+    const float *const *inputs;  // (taps,) numbers of `size` neighbouring channels, the oldest first
+    const float *weights, *bias;  // (taps, stride), and (size,) or null
+    int64_t stride;
+    int32_t taps, size, is_activated;
+    float *out;
 };
 
 // Sets of instructions; each needs those of the ones before it.
@@ -117,6 +151,8 @@ struct Kernels {
     // The `count` largest of x / divisor, the largest first, and their places. Returns log(sum(exp(x / divisor))) where
     // it sums up.
     float (*top)(int kind, const void *x, int size, int count, float divisor, bool sums_up, float *values, int64_t *places);
+    void (*advance)(const Advance &advance);
+    void (*convolve)(const Convolution &convolution);
 };
 
 extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -46,7 +47,7 @@ struct alignas(64) Part {
 // What a job needs, as plain words: a late thread may read them while they change, and then sees that its job is over.
 struct Job {
     void (*work)(const Job &, uint32_t number);
-    uint64_t words[64];
+    uint64_t words[96];
 };
 
 class Pool {
@@ -219,14 +220,41 @@ struct Experts {
     int32_t unused;
 };
 
+// Where numbers lie among the outputs of a layer's first products: those of the first group, and how far groups are apart.
+struct Place {
+    int32_t first, step;
+};
+enum { kQueries, kKeys, kValues, kGates, kShares, kSteps, kPlaces };  // of a recurrence
+
+// What a layer has in place of attention.
+struct Recurrence {
+    const float *taps, *tap_bias;  // (taps, channels) of the convolution, and (channels,) or null
+    const float *decay, *step_bias, *skip;  // (heads,): a step decays by e^(decay * softplus(step + bias)); skip may be null
+    Norm norm;                     // of outputs
+    Place places[kPlaces];
+    int32_t place, unused;         // among the layers of its kind
+};
+
+constexpr int kMostProducts = 6, kMostTaps = 16;
+
 // What a layer of any family computes. A norm without a scale is not there.
 struct Layer {
-    Weight qkv[3], out, gate_up[2], down;  // the last ones of qkv may be empty: then the first has their outputs, too
+    Weight qkv[kMostProducts], out, gate_up[2], down;  // the last ones of qkv may be empty: others have their outputs, too
     Norm norm, after_attention, middle, after_mlp, query_norm, key_norm;
     const float *sinks;      // (heads,), or null
     const Experts *experts;  // in place of gate_up and down, or null
     int32_t window;          // tokens that a token sees; 0: all
     int32_t turns;           // which cosines and sines its queries and keys have; -1: none
+    const Recurrence *recurrence;  // in place of attention, or null
+    int32_t cache, unused;         // where its keys and values are: layers of attention before it
+};
+
+// Of all recurrences of a model. `heads` of a group have the same query and key.
+enum MixingKind : int { kNoMixing = 0, kDeltaRule = 1, kStateSpace = 2, kShortConvolution = 3 };
+struct Mixing {
+    int32_t kind, groups, heads, rows, values, taps;  // rows: numbers of a key; values: of a head's value
+    float share_factor;
+    int32_t unused;
 };
 
 struct Model {
@@ -237,6 +265,8 @@ struct Model {
     int32_t is_parallel;        // attention and feed-forward part read the same states
     int32_t turns_neighbours;   // pairs that turn are neighbours, not halves of a head
     int32_t norms_whole;        // query_norm and key_norm are of all heads together
+    int32_t has_gates;          // behind a head's query is its gate, whose sigmoid its output is multiplied by
+    int32_t caches;             // layers of attention
     float scaling, cap;         // of scores
     float embedding_scale, residual_scale;  // of embeddings, and of what is added to the states
     Gate gate;
@@ -245,7 +275,8 @@ struct Model {
     const void *embedding;  // (vocab, size); of int8 as a weight that is packed
     const float *embedding_smooth;  // (size,) of int8, or null
     const float *positions;  // (num_positions, size) that are added to embeddings, or null
-    int32_t num_positions, unused;
+    int32_t num_positions, recurrences;
+    Mixing mixing;
 };
 
 // The tokens of a pass: those of a text are neighbours, and are written after it.
@@ -266,6 +297,13 @@ struct Pass {
     const int32_t *kept_layers;  // (kept,) whose inputs are kept
     void *kept_states;           // (tokens, kept, size)
     void *states;                // (tokens, size): after the last layer's norm
+    // Of recurrent layers, see walk.h. A pass without tokens moves states behind accepted nodes.
+    float *const *states_of_texts;      // (texts,) their states
+    float *const *records;              // (texts,) (recurrences, slots, record) that a tree is written to
+    const float *const *old_records;    // (texts,) those of the pass before
+    const int32_t *record_slots, *old_slots;  // (texts,)
+    const int32_t *accepted_first;      // (texts + 1,) among `accepted`
+    const int32_t *accepted;            // nodes of the pass before that the text goes on with
 };
 
 namespace {
@@ -273,6 +311,7 @@ namespace {
 // What a token needs to know of its text.
 struct Token {
     int32_t text, first, length, position;  // first: the first token of the text in the pass
+    int32_t parent, child, sibling;         // -1: none; of a parent the first child, of which the others are siblings
 };
 
 // A row of an embedding.
@@ -292,9 +331,9 @@ void embed(int kind, const void *embedding, const float *smooth, int64_t token, 
 // Memory of the passes, one after the other. It only grows, because a late thread may look at it.
 struct Buffers {
     std::vector<char> inputs;  // (tokens,) prepared
-    std::vector<float> states, branch, qkv, attended, inner, low, shares;
+    std::vector<float> states, branch, qkv, attended, inner, low, shares, mixed;
     std::vector<Token> tokens;
-    std::vector<int32_t> groups, chosen, places, used;
+    std::vector<int32_t> groups, chosen, places, used, first_tokens;
     std::vector<int64_t> best;
 };
 
@@ -303,16 +342,18 @@ Buffers &buffers = *new Buffers();  // never goes, as the pool
 // What a thread needs to know of a layer before it has a task: one word, with the job's number, because a late thread may
 // read it while the next job's is written.
 struct Outline {
-    static constexpr int kMostBlocks = 1 << 14;
+    static constexpr int kMostBlocks = 1 << 13;
     uint64_t word;
 
-    static uint64_t of(uint32_t number, int qkv_blocks, int inner_blocks, bool attention_waits, bool mlp_waits, bool has_experts) {
-        return uint64_t(number) << 32 | uint64_t(qkv_blocks) << 17 | uint64_t(inner_blocks) << 3 | attention_waits << 2 |
-               mlp_waits << 1 | int(has_experts);
+    static uint64_t of(uint32_t number, int qkv_blocks, int inner_blocks, bool attention_waits, bool mlp_waits, bool has_experts,
+                       bool is_recurrent) {
+        return uint64_t(number) << 32 | uint64_t(qkv_blocks) << 19 | uint64_t(inner_blocks) << 6 | is_recurrent << 3 |
+               attention_waits << 2 | mlp_waits << 1 | int(has_experts);
     }
     uint32_t number() const { return uint32_t(word >> 32); }
-    int qkv_blocks() const { return word >> 17 & (kMostBlocks - 1); }
-    int inner_blocks() const { return word >> 3 & (kMostBlocks - 1); }
+    int qkv_blocks() const { return word >> 19 & (kMostBlocks - 1); }
+    int inner_blocks() const { return word >> 6 & (kMostBlocks - 1); }
+    bool is_recurrent() const { return word >> 3 & 1; }
     bool attention_waits() const { return word >> 2 & 1; }
     bool mlp_waits() const { return word >> 1 & 1; }
     bool has_experts() const { return word & 1; }
@@ -330,11 +371,13 @@ T *room(std::vector<T> &buffer, int64_t size) {
 struct Work {
     Model model;
     Pass pass;
-    char *inputs;  // (3, tokens,) rows of `widest` bytes at most: prepared for up to three weights
+    char *inputs;  // (3 or more, tokens,) rows of `widest` bytes at most: prepared for several weights
     float *states, *branch, *qkv, *attended, *inner;  // branch: what is added to the states after a norm
-    float *low;    // (3, tokens, most_rank) A x of what is prepared
-    int64_t widest, most_rank;
+    float *low;    // (kMostProducts, tokens, most_rank) A x of what is prepared
+    float *mixed;  // of recurrent layers, see walk.h
+    int64_t widest, most_rank, width;  // width: of a row of qkv
     const Token *tokens;
+    const int32_t *first_tokens;  // (texts,)
     const int32_t *groups;  // of tokens that attend together: the first token of each, and the number of all
     int32_t num_groups, head_parts;
     // Of experts: of each token those that are chosen, their shares and their rows among those of all experts; and for
@@ -388,7 +431,7 @@ bool multiply(int part, uint32_t number, int out, const OfWeight &of, const char
 
 // The keys of a group of a text, or its values: those of group m.groups + group.
 char *keys_at(const Model &m, const Pass &p, int text, int layer, int group) {
-    const int64_t slots = (int64_t(layer) * 2 * m.groups + group) * p.slots[text];
+    const int64_t slots = (int64_t(m.of_layers[layer].cache) * 2 * m.groups + group) * p.slots[text];
     return static_cast<char *>(p.memory[text]) + slots * m.head_size * bytes_of(m.cache_kind);
 }
 
@@ -396,7 +439,7 @@ char *keys_at(const Model &m, const Pass &p, int text, int layer, int group) {
 void attend(const Work &work, const Layer &layer, int index, int first_token, int count, int group, int first_head, int heads) {
     const Model &m = work.model;
     const Pass &p = work.pass;
-    const int per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head_size;
+    const int per_group = m.heads / m.groups;
     const int length = work.tokens[first_token].length, text = work.tokens[first_token].first;
     static thread_local std::vector<int32_t> lists;
     static thread_local std::vector<float> scratch;
@@ -421,7 +464,7 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
         const int start = std::min(from, end);
         most = std::max<int64_t>(most, end - start + listed);
         for (int head = group * per_group + first_head; head < group * per_group + first_head + heads; head++)
-            queries.push_back({work.qkv + int64_t(token) * width + int64_t(head) * m.query_step,
+            queries.push_back({work.qkv + token * work.width + int64_t(head) * m.query_step,
                                work.attended + (int64_t(token) * m.heads + head) * m.head_size, start, end, list, listed,
                                layer.sinks ? layer.sinks[head] : -INFINITY});
     }
@@ -437,7 +480,7 @@ void turn_and_store(const Work &work, const Layer &layer, int index, int token) 
     const Pass &p = work.pass;
     const int size = m.head_size;
     const Token &t = work.tokens[token];
-    float *queries = work.qkv + int64_t(token) * (m.heads + 2 * m.groups) * size, *keys = queries + m.key_first;
+    float *queries = work.qkv + token * work.width, *keys = queries + m.key_first;
     if (m.norms_whole) {
         if (layer.query_norm.scale) kernels->norm(layer.query_norm, queries, m.heads * size, queries);
         if (layer.key_norm.scale) kernels->norm(layer.key_norm, keys, m.groups * size, keys);
@@ -454,6 +497,17 @@ void turn_and_store(const Work &work, const Layer &layer, int index, int token) 
         const int64_t step = int64_t(group) * m.key_step;
         kernels->store(m.cache_kind, keys + step, size, keys_at(m, p, t.text, index, group) + at);
         kernels->store(m.cache_kind, queries + m.value_first + step, size, keys_at(m, p, t.text, index, m.groups + group) + at);
+    }
+}
+
+#include "walk.h"
+
+// What was attended to (heads, head_size), times sigmoids.
+void close_gates(const Work &work, int token, float *row) {
+    const Model &m = work.model;
+    for (int head = 0; head < m.heads; head++, row += m.head_size) {
+        const float *gate = work.qkv + token * work.width + int64_t(head) * m.query_step + m.head_size;
+        kernels->gate({kSigmoid, 0.0f, 0.0f}, gate, row, m.head_size, row);
     }
 }
 
@@ -521,8 +575,7 @@ void pass_of(const Job &job, uint32_t number) {
     std::memcpy(&work, job.words, sizeof work);
     const Model &m = work.model;
     const Pass &p = work.pass;
-    const int tokens = p.tokens, size = m.size, head_size = m.head_size;
-    const int width = (m.heads + 2 * m.groups) * head_size, joined = m.heads * head_size;
+    const int tokens = p.tokens, size = m.size, joined = m.heads * m.head_size;
     int part = 0;
     auto each = [&](auto task) { return pool->share(part++, number, tokens, task); };
     auto state = [&](int token) { return work.states + int64_t(token) * size; };
@@ -588,6 +641,16 @@ void pass_of(const Job &job, uint32_t number) {
         });
     };
     const int64_t row_bytes = int64_t(size) * bytes_of(m.state_kind);
+    const Mixing &mixing = m.mixing;
+    const int parts = mixing.rows ? columns_of(mixing) / kColumns : 0, walks = heads_of(mixing) * parts;  // of a text
+    if (m.recurrences && !pool->share(part++, number, p.texts * m.layers, [&](int task) {
+            const Recurrence *layer = m.of_layers[task % m.layers].recurrence;
+            if (!layer) return;
+            move_window(work, *layer, task / m.layers);
+            for (int of = 0; of < walks && !tokens; of++) walk(work, *layer, task / m.layers, of / parts, of % parts);
+        }))
+        return;
+    if (!tokens) return;
     if (!each([&](int token) {
             float *row = state(token);
             embed(m.embedding_kind, m.embedding, m.embedding_smooth, p.ids[token], size, row);
@@ -611,7 +674,7 @@ void pass_of(const Job &job, uint32_t number) {
             each([&](int token) {
                 if (index) add_mlp(m.of_layers[index - 1], token);
                 keep(index, token);
-                prepare(now.qkv, 3, normed(now.norm, token), token);
+                prepare(now.qkv, kMostProducts, normed(now.norm, token), token);
             }) &&
             pool->share(part++, number, outline.qkv_blocks(), [&](int block) {
                 int which = 0, first = 0;
@@ -622,16 +685,32 @@ void pass_of(const Job &job, uint32_t number) {
                 float *y = outputs_of_thread(int64_t(tokens) * kBlock);
                 const int outputs = multiply_block(now.qkv[which], block, inputs(now.qkv, which), tokens, y, low(which), work.most_rank);
                 for (int t = 0; t < tokens; t++)
-                    std::memcpy(work.qkv + int64_t(t) * width + first + block * kBlock, y + t * kBlock, 4 * outputs);
+                    std::memcpy(work.qkv + t * work.width + first + block * kBlock, y + t * kBlock, 4 * outputs);
             }) &&
-            each([&](int token) { turn_and_store(work, now, index, token); }) &&
-            pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
-                        [&](int task) {
-                            const int of = task / work.head_parts / m.groups, heads = m.heads / m.groups / work.head_parts;
-                            attend(work, now, index, work.groups[of], work.groups[of + 1] - work.groups[of],
-                                   task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
-                        }) &&
-            each([&](int token) { prepare(&now.out, 1, work.attended + int64_t(token) * joined, token); }) &&
+            (outline.is_recurrent()
+                 ? pool->share(part++, number, tokens * mixing.groups,
+                               [&](int task) { convolve_group(work, *now.recurrence, task / mixing.groups, task % mixing.groups); }) &&
+                       pool->share(part++, number, p.texts * walks,
+                                   [&](int task) {
+                                       walk(work, *now.recurrence, task / walks, task % walks / parts, task % parts);
+                                   }) &&
+                       each([&](int token) {
+                           float *row = row_of_thread(now.out.in);
+                           finish(work, *now.recurrence, token, row);
+                           prepare(&now.out, 1, row, token);
+                       })
+                 : each([&](int token) { turn_and_store(work, now, index, token); }) &&
+                       pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
+                                   [&](int task) {
+                                       const int of = task / work.head_parts / m.groups, heads = m.heads / m.groups / work.head_parts;
+                                       attend(work, now, index, work.groups[of], work.groups[of + 1] - work.groups[of],
+                                              task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
+                                   }) &&
+                       each([&](int token) {
+                           float *row = work.attended + int64_t(token) * joined;
+                           if (m.has_gates) close_gates(work, token, row);
+                           prepare(&now.out, 1, row, token);
+                       })) &&
             multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens, add_to(outline.attention_waits()),
                      work.low, work.most_rank) &&
             each([&](int token) {
@@ -1049,20 +1128,27 @@ const char *draftheads_layout() {
         FIELD(Weight, low_kind), FIELD(Norm, scale), FIELD(Norm, shift), FIELD(Norm, epsilon), FIELD(Norm, is_centred),
         FIELD(Gate, act), FIELD(Gate, alpha), FIELD(Gate, limit), FIELD(Experts, weights), FIELD(Experts, router),
         FIELD(Experts, router_bias), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
-        FIELD(Experts, unused), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up), FIELD(Layer, down),
+        FIELD(Experts, unused), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
+        FIELD(Recurrence, decay), FIELD(Recurrence, step_bias), FIELD(Recurrence, skip), FIELD(Recurrence, norm),
+        FIELD(Recurrence, places), FIELD(Recurrence, place), FIELD(Recurrence, unused), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up), FIELD(Layer, down),
         FIELD(Layer, norm), FIELD(Layer, after_attention), FIELD(Layer, middle), FIELD(Layer, after_mlp),
         FIELD(Layer, query_norm), FIELD(Layer, key_norm), FIELD(Layer, sinks), FIELD(Layer, experts), FIELD(Layer, window),
-        FIELD(Layer, turns), FIELD(Model, size), FIELD(Model, heads), FIELD(Model, groups), FIELD(Model, head_size),
+        FIELD(Layer, turns), FIELD(Layer, recurrence), FIELD(Layer, cache), FIELD(Layer, unused), FIELD(Mixing, kind),
+        FIELD(Mixing, groups), FIELD(Mixing, heads), FIELD(Mixing, rows), FIELD(Mixing, values), FIELD(Mixing, taps),
+        FIELD(Mixing, share_factor), FIELD(Mixing, unused), FIELD(Model, size), FIELD(Model, heads), FIELD(Model, groups), FIELD(Model, head_size),
         FIELD(Model, turned), FIELD(Model, key_first), FIELD(Model, value_first), FIELD(Model, query_step),
         FIELD(Model, key_step), FIELD(Model, layers), FIELD(Model, cache_kind), FIELD(Model, state_kind),
         FIELD(Model, embedding_kind), FIELD(Model, vocab), FIELD(Model, is_parallel), FIELD(Model, turns_neighbours),
-        FIELD(Model, norms_whole), FIELD(Model, scaling), FIELD(Model, cap), FIELD(Model, embedding_scale),
+        FIELD(Model, norms_whole), FIELD(Model, has_gates), FIELD(Model, caches), FIELD(Model, scaling), FIELD(Model, cap), FIELD(Model, embedding_scale),
         FIELD(Model, residual_scale), FIELD(Model, gate), FIELD(Model, final), FIELD(Model, of_layers), FIELD(Model, embedding),
-        FIELD(Model, embedding_smooth), FIELD(Model, positions), FIELD(Model, num_positions), FIELD(Model, unused),
+        FIELD(Model, embedding_smooth), FIELD(Model, positions), FIELD(Model, num_positions), FIELD(Model, recurrences),
+        FIELD(Model, mixing),
         FIELD(Pass, tokens), FIELD(Pass, texts), FIELD(Pass, words), FIELD(Pass, kept), FIELD(Pass, ids), FIELD(Pass, memory),
         FIELD(Pass, slots), FIELD(Pass, lengths), FIELD(Pass, counts), FIELD(Pass, depths), FIELD(Pass, ancestors),
         FIELD(Pass, cos), FIELD(Pass, sin), FIELD(Pass, num_turns), FIELD(Pass, of_tokens), FIELD(Pass, last_position),
         FIELD(Pass, unused), FIELD(Pass, kept_layers), FIELD(Pass, kept_states), FIELD(Pass, states),
+        FIELD(Pass, states_of_texts), FIELD(Pass, records), FIELD(Pass, old_records), FIELD(Pass, record_slots),
+        FIELD(Pass, old_slots), FIELD(Pass, accepted_first), FIELD(Pass, accepted),
         FIELD(HeadLayer, weight), FIELD(HeadLayer, base), FIELD(HeadLayer, has_base), FIELD(Depth, first_layer),
         FIELD(Depth, layers), FIELD(Depth, divisor), FIELD(Depth, width), FIELD(Depth, beam), FIELD(Depth, lm_head),
         FIELD(Growth, rows), FIELD(Growth, size), FIELD(Growth, num_depths), FIELD(Growth, reads_path),
@@ -1200,6 +1286,10 @@ int draftheads_grow(const Growth *growth) {
     return g.count;
 }
 
+// Numbers of a recurrent layer's states of a text, and of a node's record of it.
+int64_t draftheads_states_size(const Model *model) { return states_size(model->mixing); }
+int64_t draftheads_record_size(const Model *model) { return record_size(model->mixing); }
+
 // Returns 0; or 1 if a token is not in the vocabulary, or 2 if a position is not in a table: then nothing is computed.
 int draftheads_pass(const Model *model, const Pass *pass) {
     std::lock_guard<std::mutex> lock(turns);
@@ -1208,31 +1298,42 @@ int draftheads_pass(const Model *model, const Pass *pass) {
     const int64_t count = p.tokens, joined = int64_t(m.heads) * m.head_size;
     const int per_group = m.heads / m.groups, together = std::max(1, kTogether / per_group);
     Token *tokens = room(buffers.tokens, count);
-    int32_t *groups = room(buffers.groups, count + 1), num_groups = 0, token = 0;
+    int32_t *groups = room(buffers.groups, count + 1), *first_tokens = room(buffers.first_tokens, p.texts), num_groups = 0, token = 0;
     for (int text = 0; text < p.texts; text++) {
-        const int32_t first = token;
+        const int32_t first = first_tokens[text] = token;
         for (; token < first + p.counts[text]; token++) {
             if (p.ids[token] < 0 || p.ids[token] >= m.vocab) return 1;
             const int32_t position = std::min(p.lengths[text] + p.depths[token], p.last_position);
             if (position < 0 || (m.turned && !p.of_tokens && position >= p.num_turns) || (m.positions && position >= m.num_positions)) return 2;
-            tokens[token] = {text, first, p.lengths[text], position};
+            tokens[token] = {text, first, p.lengths[text], position, -1, -1, -1};
+            if (m.recurrences) join_family(p, tokens, token);
             if ((token - first) % together == 0) groups[num_groups++] = token;
         }
     }
     groups[num_groups] = token;
     // few tokens: each head is a task
     const int32_t head_parts = num_groups * m.groups < 4 * pool->size() ? per_group : 1;
-    int64_t widest = 0, most_rank = 0, inner = 0;
-    int32_t slots = 0, most_chosen = 0;
+    int64_t widest = 0, most_rank = 0, inner = 0, width = 0;
+    int32_t slots = 0, most_chosen = 0, copies = 3;
     for (int layer = 0; layer < m.layers; layer++) {
         const Layer &l = m.of_layers[layer];
         const Weight &first_inner = l.experts ? *l.experts->weights : l.gate_up[0];
-        const int qkv_blocks = blocks_of(l.qkv[0].out) + blocks_of(l.qkv[1].out) + blocks_of(l.qkv[2].out);
+        int qkv_blocks = 0;
+        int64_t outputs = 0;
+        for (int which = 0; which < kMostProducts; which++) {
+            const Weight &w = l.qkv[which];
+            qkv_blocks += blocks_of(w.out);
+            outputs += w.out;
+            if (w.out && !reads_alike(l.qkv[0], w)) copies = std::max(copies, which + 1);
+            if (w.out) widest = std::max(widest, kernels->input_bytes(w));
+            most_rank = std::max<int64_t>(most_rank, w.rank);
+        }
+        width = std::max(width, outputs);
         if (qkv_blocks >= Outline::kMostBlocks || blocks_of(first_inner.out) >= Outline::kMostBlocks) return 3;
         outlines[layer].store(Outline::of(pool->next(), qkv_blocks, blocks_of(first_inner.out),
-                                          l.after_attention.scale || m.is_parallel, l.after_mlp.scale, l.experts),
+                                          l.after_attention.scale || m.is_parallel, l.after_mlp.scale, l.experts, l.recurrence),
                               std::memory_order_release);
-        for (const Weight *w : {&l.qkv[0], &l.qkv[1], &l.qkv[2], &l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
+        for (const Weight *w : {&l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
             if (!w->out) continue;
             widest = std::max(widest, kernels->input_bytes(*w));
             most_rank = std::max<int64_t>(most_rank, w->rank);
@@ -1247,13 +1348,14 @@ int draftheads_pass(const Model *model, const Pass *pass) {
             widest = std::max(widest, (kernels->input_bytes(*w) * e.chosen + 2) / 3);
         inner = std::max<int64_t>(inner, std::max(e.weights->out * e.chosen, m.size));
     }
-    const Work work{m, p, room(buffers.inputs, 3 * widest * count), room(buffers.states, count * m.size),
-                    room(buffers.branch, count * m.size * (1 + most_chosen)), room(buffers.qkv, count * (m.heads + 2 * m.groups) * m.head_size),
+    const Work work{m, p, room(buffers.inputs, copies * widest * count), room(buffers.states, count * m.size),
+                    room(buffers.branch, count * m.size * (1 + most_chosen)), room(buffers.qkv, count * width),
                     room(buffers.attended, count * joined), room(buffers.inner, count * inner),
-                    room(buffers.low, 3 * count * most_rank), widest, most_rank, tokens, groups, num_groups, head_parts,
+                    room(buffers.low, kMostProducts * count * most_rank), room(buffers.mixed, m.recurrences ? count * Mixed::size(m.mixing) : 0),
+                    widest, most_rank, width, tokens, first_tokens, groups, num_groups, head_parts,
                     room(buffers.chosen, count * most_chosen), room(buffers.places, count * most_chosen),
                     room(buffers.used, 2 * (slots + 1)), room(buffers.shares, count * most_chosen), slots, most_chosen};
-    pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 2);
+    pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 3);
     return 0;
 }
 
