@@ -3,13 +3,13 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from draftheads.data import features
 from draftheads.data.features import FeatureStore, shard_path
@@ -21,14 +21,14 @@ from training_world import build_features, chat_model
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_documents_have_the_hidden_states_of_single_texts(
     target: TargetModel, texts: list[EncodedChat], store: FeatureStore
 ):
     assert len(store) == len(texts)
-    assert store.meta.num_shards == 3
+    assert len(store.meta.shards) == 3
     assert store.lengths == [len(text.token_ids) for text in texts]
     assert store.lengths is store.lengths, "a plan asks for them once per text"
     for document, text in zip(store, texts, strict=True):
@@ -58,7 +58,7 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
 
     with pytest.raises(KeyboardInterrupt):
         build_features(target, texts, tmp_path / "parts", FakeProgress(done, interrupt))
-    with pytest.raises(DataError, match=r"shard-00001.safetensors"):
+    with pytest.raises(DataError, match=r"shard-00001.bf16 is missing"):
         FeatureStore(tmp_path / "parts")
     first_made = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
     progress = FakeProgress()
@@ -72,10 +72,8 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
 
 def test_shards_have_a_few_thousand_tokens_and_are_not_too_many(monkeypatch: pytest.MonkeyPatch):
     def tokens_of_shards(lengths: list[int]) -> list[int]:
-        texts = [EncodedChat((1,) * length, (True,) * length) for length in lengths]
-        parts = features.missing_shards(texts, Path("nowhere"))
-        assert [text for part in parts.values() for text in part] == texts
-        return [sum(len(text.token_ids) for text in part) for part in parts.values()]
+        firsts = features.first_of_shards(lengths)
+        return [sum(lengths[first:end]) for first, end in pairwise([*firsts, len(lengths)])]
 
     monkeypatch.setattr(features, "TOKENS_PER_SHARD", 4096)
     assert tokens_of_shards([2048] * 5) == [4096, 4096, 2048]
@@ -105,31 +103,29 @@ def changed(key: str, value: object) -> Callable[[Path], object]:
     return change
 
 
-def with_tensors(shard: int, change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        tensors = load_file(shard_path(folder, shard))
-        change(tensors)
-        sources = json.dumps([""] * len(tensors["lengths"]))
-        save_file(tensors, shard_path(folder, shard), metadata={"sources": sources})
-
-    return damage
+def overwritten(name: str, value: int, kind: Any = np.int32) -> Callable[[Path], object]:
+    """A value in the middle of a file."""
+    return lambda folder: np.memmap(folder / name, kind, "r+").__setitem__(4, value)
 
 
-def with_token(token: int) -> Callable[[Path], None]:
-    return with_tensors(1, lambda tensors: tensors["token_ids"][4].fill_(token))
+def longer(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + content)
 
 
+BF16_NAN = 0x7FC0
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "meta.json").unlink(), "no meta.json"),
     (lambda folder: (folder / "meta.json").write_text("{"), "Expecting"),
-    *((changed("format_version", version), "format_version") for version in (1, 3)),
-    (changed("num_shards", "3"), "num_shards"),
+    *((changed("format_version", version), "format_version") for version in (1, 2, 4)),
+    (changed("shards", "3"), "shards"),
     (changed("colour", 1), "colour"),
-    (changed("num_documents", 11), "10 texts in the shards"),
-    (lambda folder: shard_path(folder, 1).write_bytes(b"x" * 99), "damaged shard"),
-    (with_tensors(1, lambda tensors: tensors.update(loss_mask=tensors["loss_mask"][1:].clone())), "have sizes"),
-    (with_tensors(2, lambda tensors: tensors["hidden"][3, 5].fill_(torch.nan)), "00002.*NaN or infinite hidden"),
-    *((with_token(token), "made of other texts or weights") for token in (-1, 7, 99_999)),
+    (changed("num_documents", 11), "10 texts are there"),
+    (lambda folder: shard_path(folder, 1).write_bytes(b"x" * 99), "00001.bf16 has 0 of .* not complete"),
+    (longer("shard-00001.bf16", b"xx"), "damaged shard"),
+    (longer("texts/loss_mask", b"\0"), "have sizes"),
+    (lambda folder: (folder / "texts" / "starts").unlink(), "texts is damaged"),
+    (overwritten("shard-00002.bf16", BF16_NAN, np.int16), "00002.*NaN or infinite hidden"),
+    *((overwritten("texts/token_ids", token), "made of other texts or weights") for token in (-1, 7, 99_999)),
 ]
 
 

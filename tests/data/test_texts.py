@@ -28,7 +28,7 @@ def test_of_a_large_text_no_more_is_read_than_needed(target: TargetModel, tmp_pa
     path.write_text("".join(lines))
     tracemalloc.start()
     try:
-        blocks = load_blocks(target.tokenizer, [path], eos_ids=frozenset({EOS}), length=64, max_tokens=1000)
+        blocks = list(load_blocks(target.tokenizer, [path], eos_ids=frozenset({EOS}), length=64, max_tokens=1000))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -50,11 +50,11 @@ def test_texts_that_cannot_be_read_are_left_out_and_never_all_of_them(target: Ta
     assert [len(places) for places in left_out.values()] == [2, 1, 1]
     path.write_text('{"messages": []}\n')
     with pytest.raises(DataError, match=r"1 text was left out: .*--data"):
-        load_blocks(target.tokenizer, [path], **options)
+        next(load_blocks(target.tokenizer, [path], **options))
     path.write_text("")
     with pytest.raises(DataError, match="no text in"):
-        load_blocks(target.tokenizer, [path], **options)
-    assert known_texts([block], max(block.token_ids) + 1) == [block], "and no more are left out"
+        next(load_blocks(target.tokenizer, [path], **options))
+    assert list(known_texts([block], max(block.token_ids) + 1, left_out)) == [block], "and no more are left out"
 
 
 def test_marks_and_masks_are_the_loss_mask(tmp_path: Path):

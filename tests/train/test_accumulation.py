@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.features import Document, Documents
+from draftheads.data.features import Document, Documents, Texts
+from draftheads.data.texts import EncodedChat
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
 from draftheads.settings import LossKind
@@ -23,15 +24,16 @@ LENGTHS = (3, 400, 41, 130)
 PLANS = ([[0, 1, 2, 3]], [[0, 3], [1, 2]], [[0], [1], [2], [3]])  # one batch, two and four; some are shorter
 
 
-class Texts(Documents):
+class RandomTexts(Documents):
     """Random tokens, of which all or two thirds are the assistant's, and random hidden states."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.token_ids = [torch.randint(64, (length,), generator=generator) for length in LENGTHS]
-        self.loss_masks = [torch.rand(n, generator=generator) < (1 if n < 100 else 0.7) for n in LENGTHS]
+        token_ids = [torch.randint(64, (length,), generator=generator) for length in LENGTHS]
+        loss_masks = [torch.rand(n, generator=generator) < (1 if n < 100 else 0.7) for n in LENGTHS]
         self.hidden = [torch.randn(length, size, generator=generator) for length in LENGTHS]
-        self.sources, self.is_plain, self.fingerprint = ["x"] * 4, [False] * 4, ""
+        texts = zip(token_ids, loss_masks, strict=True)
+        self.texts = Texts.of(EncodedChat(tuple(ids.tolist()), tuple(mask.tolist()), "x:1") for ids, mask in texts)
 
     def __getitem__(self, index: int) -> Document:
         return Document(self.hidden[index], self.token_ids[index], self.loss_masks[index])
@@ -72,7 +74,7 @@ def test_batches_of_a_step_have_the_gradient_of_one_batch(
 ):
     every_place = lambda mask, _: torch.arange(mask.shape[1]).expand(len(mask), -1)  # noqa: E731 - none is drawn
     monkeypatch.setattr(learning, "random_places", every_place)
-    store = Texts(target.hidden_size)
+    store = RandomTexts(target.hidden_size)
     head = new_head(options(method), target, store, range(4))
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -83,18 +85,20 @@ def test_batches_of_a_step_have_the_gradient_of_one_batch(
 @pytest.mark.parametrize(("backbone_loss", "only_heads"), [("text", False), ("original", False), ("text", True)])
 def test_joint_training_has_it_too(chats: Path, backbone_loss: Any, only_heads: bool):
     joint, _ = harness(chat_model(), chats, backbone_loss=backbone_loss)
-    assert_equal_in_all_plans(joint, lambda plan: PlannedTexts(Texts(32), plan), head_weight=0.3, only_heads=only_heads)
+    assert_equal_in_all_plans(
+        joint, lambda plan: PlannedTexts(RandomTexts(32), plan), head_weight=0.3, only_heads=only_heads
+    )
 
 
 def test_drawn_places_are_those_that_were_counted(target: TargetModel):
     """Nothing is drawn anew between the count of a step's predictions and its losses."""
-    head = new_head(options("dflash"), target, Texts(32), range(4))
+    head = new_head(options("dflash"), target, RandomTexts(32), range(4))
     learner = Learner(head, target.weights, loss="hard")
-    batch = {"loss_mask": Texts(32).loss_masks[1][None], "token_ids": Texts(32).token_ids[1][None]}
+    batch = {"loss_mask": RandomTexts(32).loss_masks[1][None], "token_ids": RandomTexts(32).token_ids[1][None]}
     counts = learner.train().count(**batch)
     torch.rand(7)  # whatever is drawn in between
-    found = learner(Texts(32).hidden[1][None], **batch, **counts)
-    again = learner(Texts(32).hidden[1][None], **batch, **counts)
+    found = learner(RandomTexts(32).hidden[1][None], **batch, **counts)
+    again = learner(RandomTexts(32).hidden[1][None], **batch, **counts)
     assert torch.equal(found["head_losses"], again["head_losses"])
     assert counts["places"].shape[1] == LENGTHS[1] // 4
     assert int(counts["numbers"][0]) <= LENGTHS[1] // 4

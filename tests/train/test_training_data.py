@@ -2,29 +2,33 @@
 
 import gzip
 import json
+import os
 import shutil
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 from draftheads.data import features as stores
 from draftheads.data.batches import split_held_out
-from draftheads.data.features import LiveStore, has_room, needed_bytes, shard_path
-from draftheads.data.texts import load_blocks, load_texts
+from draftheads.data.features import LiveStore, Texts, has_room, needed_bytes
+from draftheads.data.lines import LeftOut
+from draftheads.data.texts import EncodedChat, load_blocks, load_texts
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
 from draftheads.train.training_data import plan_training, read_texts, rise_and_cosine
+from draftheads.utils import machine
 from fake_progress import FakeProgress
 from training_world import (
     EOS,
+    TEMPLATE,
     KilledError,
     build_features,
+    chat,
     chat_model,
     chat_options,
     counting_chats,
@@ -138,7 +142,9 @@ def test_hidden_states_take_at_most_half_of_the_free_disk(
 
 
 def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book: Path, tmp_path: Path):
-    blocks_of = partial(load_blocks, target.tokenizer, eos_ids=target.eos_ids)
+    def blocks_of(paths: list[Path], **options: int) -> list[EncodedChat]:
+        return list(load_blocks(target.tokenizer, paths, eos_ids=target.eos_ids, **options))
+
     blocks = blocks_of([book], length=64)
     texts = [json.loads(line)["text"] for line in gzip.decompress(book.read_bytes()).splitlines()]
     records = target.tokenizer(texts)["input_ids"]
@@ -195,7 +201,7 @@ def test_a_completion_without_a_prompt_is_no_plain_text(target: TargetModel, cha
         live = LiveStore(target, texts)
         for store in (live, build_features(target, texts, tmp_path / f"features {len(text)}")):
             planned = plan_training(store, settings)
-            assert store.is_plain == [one.is_plain for one in texts]
+            assert store.is_plain.tolist() == [one.is_plain for one in texts]
             assert not store.is_plain[number]
             assert len(planned.stages) == (2 if text else 1)
             assert sum(number in batch for batch in planned.plan) <= 1
@@ -233,8 +239,57 @@ def test_stored_hidden_states_are_those_of_the_texts_and_the_weights(target: Tar
     build_features(target, texts, folder)
     with pytest.raises(DataError, match="made of other texts or weights"):
         train_for(other, chat_options(tmp_path / "out", features=folder))
-    tensors = load_file(shard_path(folder, 0))
-    tensors["token_ids"][3] += 1
-    save_file(tensors, shard_path(folder, 0), metadata={"sources": json.dumps([text.source for text in texts])})
+    np.memmap(folder / "texts" / "token_ids", np.int32, "r+")[3] += 1
     with pytest.raises(DataError, match="made of other texts or weights"):
         train_for(target, chat_options(tmp_path / "out", data=(chats,), features=folder))
+
+
+# --- texts in arrays ---
+
+
+def test_texts_are_tokenized_once_and_again_where_something_changed(
+    target: TargetModel, chats: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = write_chats(tmp_path / "chats.jsonl", [*counting_chats(8), chat("w1"), {"input_ids": [999]}])
+    settings = chat_options(tmp_path / "out", data=(data,), text=(book,))
+    left_out, progress = LeftOut(), FakeProgress()
+    first = read_texts(target, settings, left_out, progress)
+    blocks = load_blocks(target.tokenizer, [book], eos_ids=target.eos_ids, length=64)
+    assert list(first) == [*blocks, *load_texts(target, [data], max_length=64)][:-1]
+    assert progress.last[:2] == (progress.last[1], progress.last[1])
+    assert sorted(map(len, left_out.values())) == [1, 1]
+    written = []
+    monkeypatch.setattr(Texts, "write", lambda folder, texts, _: written.append(list(texts)))
+    again = LeftOut()
+    assert list(read_texts(target, settings, again)) == list(first)
+    assert again == left_out
+    assert not written
+    other = chat_model()
+    other.tokenizer.chat_template = TEMPLATE.replace("role", "content")
+    read_texts(other, settings)
+    for change in ({"max_length": 63}, {"max_tokens": 9}, {"text": ()}, {"data": (chats,)}):
+        read_texts(target, replace(settings, **change))
+    data.write_bytes(data.read_bytes() + b"\n")
+    read_texts(target, settings)
+    assert len(written) == 6
+
+
+def test_texts_of_other_processes_are_the_same(
+    target: TargetModel, chats: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also which are left out, and where reading stops."""
+    data = write_chats(tmp_path / "chats.jsonl", [*counting_chats(30), chat("w1"), *counting_chats(30), chat("w1")])
+    monkeypatch.setattr(machine, "find_cores", lambda: machine.Cores(2, 2, None))
+    found, readers = [], set[int]()
+    for chunk, most in product((2, 10**6), (None, 300, 10**6)):
+        monkeypatch.setattr(machine, "_CHUNK", chunk)
+        left_out = LeftOut()
+        settings = chat_options(tmp_path / f"{chunk} {most}", data=(data,), text=(book,), max_tokens=most)
+        texts = read_texts(target, settings, left_out)
+        found.append((chunk, [*texts], left_out))
+    for (_, *by_others), (_, *alone) in zip(found[:3], found[3:], strict=True):
+        assert by_others == alone
+    monkeypatch.setattr(machine, "_CHUNK", 2)
+    readers |= {*machine.by_all_cores(lambda _: os.getpid(), range(100))}
+    assert len(readers) > 1
+    assert os.environ.get("TOKENIZERS_PARALLELISM") is None

@@ -6,8 +6,8 @@ end-of-text token, and a block may contain the end of one text and the start of 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain, islice
+from functools import cache, partial
+from itertools import chain, islice, repeat
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +22,17 @@ from draftheads.models.chat_template import (
     ChatReader,
     continuing_ids,
     ids_around,
+    ids_of,
     render,
     template_of,
+    text_pieces,
     token_pieces,
 )
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import Message, half_character
+
+Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # such as ``map``
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,8 @@ class _Template:
 
     def _num_shared(self, prompt: str, whole: str) -> int:
         """How long the chat goes on as its generation prompt; a tag is whole or not shared at all."""
+        if whole.startswith(prompt):
+            return len(prompt)
         shared = len(commonprefix((prompt, whole)))  # noqa: RUF071 - of texts, not of paths
         tag = prompt.rfind(self.opening)
         return tag if tag < shared < tag + len(self.opening) else shared
@@ -240,30 +246,47 @@ def load_texts(
     Texts are cut after ``max_length`` tokens, or fewer if the model takes fewer. Chats that nothing can be learned from
     are left out, and added to ``left_out``.
     """
-    texts: list[EncodedChat] = []
-    num_tokens = 0
     left_out = {} if left_out is None else left_out
-    max_length = limited(max_length, model)
-    own_fingerprint = cache(lambda: tokenizer_fingerprint(model.tokenizer))
-    for chat in read_chats(*paths):
-        reason = f"no answer within the first {counted(max_length, 'token')}"
-        found: list[EncodedChat] = []
-        with at_line(chat.path, chat.line_number):
-            try:
-                last = _text_of(model, chat, max_length, own_fingerprint)
-                found = [replace(text, source=chat.source, earlier=()) for text in (*last.earlier, last)]
-            except UnlearnableChat as error:
-                reason = str(error)
-        found = [text for text in found if any(text.loss_mask)]
-        texts += found
+    return list(chat_texts(model, paths, max_length=max_length, max_tokens=max_tokens, left_out=left_out))
+
+
+def chat_texts(
+    model: ChatReader,
+    paths: Sequence[Path],
+    *,
+    max_length: int,
+    max_tokens: int | None,
+    left_out: LeftOut,
+    mapped: Mapped = map,
+) -> Iterator[EncodedChat]:
+    """As :func:`load_texts`, one by one; ``mapped`` is ``map``, or has its results from other processes."""
+    num_texts = num_tokens = 0
+    read = partial(_texts_of, model, limited(max_length, model), cache(partial(tokenizer_fingerprint, model.tokenizer)))
+    for found, reason, source in mapped(read, read_chats(*paths)):
+        yield from found
+        num_texts += len(found)
         num_tokens += sum(len(text.token_ids) for text in found)
         if not found:
-            left_out.setdefault(reason, []).append(chat.source)
+            left_out.setdefault(reason, []).append(source)
         if max_tokens is not None and num_tokens >= max_tokens:
             break
-    if not texts:
+    if not num_texts:
         raise none_left(left_out, paths, "chat")
-    return texts
+
+
+def _texts_of(
+    model: ChatReader, max_length: int, own_fingerprint: Callable[[], str], chat: Record
+) -> tuple[list[EncodedChat], str, str]:
+    """The texts of a chat; or none, and the reason; and the chat's place."""
+    reason = f"no answer within the first {counted(max_length, 'token')}"
+    found: list[EncodedChat] = []
+    with at_line(chat.path, chat.line_number):
+        try:
+            last = _text_of(model, chat, max_length, own_fingerprint)
+            found = [replace(text, source=chat.source, earlier=()) for text in (*last.earlier, last)]
+        except UnlearnableChat as error:
+            reason = str(error)
+    return [text for text in found if any(text.loss_mask)], reason, chat.source
 
 
 def limited(length: int, model: ChatReader) -> int:
@@ -284,18 +307,18 @@ def _text_of(model: ChatReader, chat: Record, max_length: int, own_fingerprint: 
     return EncodedChat(ids[:max_length], mask[:max_length], is_cut=len(ids) > max_length)
 
 
-def known_texts(texts: Sequence[EncodedChat], vocab_size: int, left_out: LeftOut | None = None) -> list[EncodedChat]:
+def known_texts(texts: Iterable[EncodedChat], vocab_size: int, left_out: LeftOut) -> Iterator[EncodedChat]:
     """The texts without tokens that the model does not have; others are added to ``left_out``."""
-    left_out, known = {} if left_out is None else left_out, []
+    is_known = False
     for text in texts:
         if max(text.token_ids, default=0) < vocab_size:
-            known.append(text)
+            is_known = True
+            yield text
         else:
             reason = f"a token is not one of the model, which has the tokens 0 … {vocab_size - 1}"
             left_out.setdefault(reason, []).append(text.source)
-    if texts and not known:
+    if not is_known:
         raise none_left(left_out, ["the data"], "text")
-    return known
 
 
 def read_texts(
@@ -330,35 +353,48 @@ def load_blocks(
     length: int,
     max_tokens: int | None = None,
     left_out: LeftOut | None = None,
-) -> list[EncodedChat]:
+    mapped: Mapped = map,
+) -> Iterator[EncodedChat]:
     """All texts as blocks of ``length`` tokens, at most about ``max_tokens``; a block's source is its first text.
 
-    The ids are those of the whole text, and no more of it is read than needed. ``left_out`` as for :func:`read_texts`.
+    The ids are those of the whole text, and no more of it is read than needed. ``left_out`` as for :func:`read_texts`,
+    ``mapped`` as for :func:`chat_texts`.
     """
     most = None if max_tokens is None else -(-max_tokens // length)
     texts = chain.from_iterable(read_texts(path, left_out) for path in paths)
-    blocks = list(islice(_blocks(tokenizer, texts, eos_ids, length), most))
-    if not blocks:
+    block = None
+    for block in islice(_blocks(tokenizer, texts, eos_ids, length, mapped), most):
+        yield block
+    if block is None:
         raise DataError(f"no text in {', '.join(map(str, paths))}")
-    return blocks
 
 
 def _blocks(
-    tokenizer: Any, texts: Iterable[tuple[Iterable[str], str]], eos_ids: frozenset[int], length: int
+    tokenizer: Any, texts: Iterable[tuple[Iterable[str], str]], eos_ids: frozenset[int], length: int, mapped: Mapped
 ) -> Iterator[EncodedChat]:
     ids: list[int] = []  # tokens that do not fill a block yet; ``source`` is the place of their first text
     source = ""
     before, after = ids_around(tokenizer)
     end = after if after and after[-1] in eos_ids else [*after, *sorted(eos_ids)[:1]]
-    for parts, place in texts:
+
+    def pieces() -> Iterator[tuple[str, Any, str]]:
+        for parts, place in texts:
+            yield place, list, before
+            yield from zip(repeat(place), chain([ids_of], repeat(continuing_ids)), text_pieces(tokenizer, parts))
+            yield place, list, end
+
+    def read(piece: tuple[str, Any, Any]) -> tuple[str, list[int]]:
+        place, function, text = piece
+        return place, text if function is list else function(tokenizer, text)
+
+    for place, more in mapped(read, pieces()):
         source = source if ids else place
-        for more in chain([before], token_pieces(tokenizer, parts), [end]):
-            ids += more
-            whole = len(ids) // length * length
-            for start in range(0, whole, length):
-                yield _block(ids[start : start + length], source)
-                source = place
-            ids = ids[whole:]
+        ids += more
+        whole = len(ids) // length * length
+        for start in range(0, whole, length):
+            yield _block(ids[start : start + length], source)
+            source = place
+        ids = ids[whole:]
     if len(ids) > 1:
         yield _block(ids, source)
 

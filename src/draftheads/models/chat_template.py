@@ -334,12 +334,13 @@ def token_pieces(
         first: how the first piece is read; ``continuing_ids`` for a text that follows other tokens.
     """
     read = first
-    for piece in _pieces(tokenizer, (text,) if isinstance(text, str) else text):
+    for piece in text_pieces(tokenizer, (text,) if isinstance(text, str) else text):
         yield read(tokenizer, piece)
         read = continuing_ids
 
 
-def _pieces(tokenizer: Any, parts: Iterable[str]) -> Iterator[str]:
+def text_pieces(tokenizer: Any, parts: Iterable[str]) -> Iterator[str]:
+    """The pieces of the parts of a text; the first by :func:`ids_of`, others by :func:`continuing_ids`."""
     held = ""
     for part in (long[start : start + PIECE] for long in parts for start in range(0, len(long), PIECE)):
         held += part

@@ -221,7 +221,7 @@ class JointRun(Run):
     def read_data(self) -> TrainingData:
         """Chats; the model changes, so hidden states are not stored."""
         self.progress.stage("reading data")
-        texts = read_texts(self.target, self.options, self.left_out)
+        texts = read_texts(self.target, self.options, self.left_out, self.progress)
         layers = layers_read(self.options, self.target)
         return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
 

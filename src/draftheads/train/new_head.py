@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -186,9 +187,11 @@ def frequent_tokens(target: TargetModel, store: Documents, documents: Sequence[i
 
     The model's end tokens are among them as far as there is room. Of equally frequent tokens the lower id is taken.
     """
-    answered = torch.cat([store.token_ids[i][store.loss_masks[i]] for i in documents])
-    counts = torch.bincount(answered, minlength=target.vocab_size)
-    counts[sorted(target.eos_ids)] = len(answered) + 1
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for i in documents:
+        token_ids, mask = store.texts.part(i)
+        np.add.at(counts.numpy(), token_ids[mask], 1)
+    counts[sorted(target.eos_ids)] = counts.sum() + 1
     return counts.sort(descending=True, stable=True).indices[:num_tokens].sort().values
 
 

@@ -2,7 +2,7 @@
 
 It holds the result with ``metrics.json`` and ``log.jsonl``: the head of the last step, and in ``best/`` the one of the
 step with the lowest held-out loss if it is another step. Until the run is complete there are also ``run.json`` (what
-the run depends on), ``checkpoints/`` and ``features/``.
+the run depends on), ``texts/`` (as tokens), ``checkpoints/`` and ``features/``.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from draftheads.models.model_names import kind_of_folder
 from draftheads.train import processes
 from draftheads.train.new_head import Start
 from draftheads.train.options import TrainOptions
-from draftheads.train.training_data import TrainingData
+from draftheads.train.training_data import TEXTS_FOLDER, TrainingData
 from draftheads.utils.counts import counted
 from draftheads.utils.files import current, locked, remove_leftovers, write_atomic
 from draftheads.utils.provenance import as_json_values, changes, provenance, require_same
@@ -161,6 +161,7 @@ class RunFolder:
     def tidy_up(self) -> None:
         """Removes what a complete run does not need any more, and files that kills left half-written."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.path / TEXTS_FOLDER, ignore_errors=True)
         (self.path / "run.json").unlink(missing_ok=True)
         remove_leftovers(self.path / "*")
 

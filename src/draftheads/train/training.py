@@ -171,7 +171,7 @@ class Run:
         if not self.has_texts:
             return self.claim(plan_training(checked_store(target, options.features, layers), options))
         self.progress.stage("reading data")
-        texts = read_texts(target, options, self.left_out)
+        texts = read_texts(target, options, self.left_out, self.progress)
         data = self.claim(plan_training(LiveStore(target, texts), options))
         self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
         self.features, started = options.features or options.out / "features", time.monotonic()
@@ -256,16 +256,16 @@ class Run:
     def measure_and_save_in(self, folder: Path, facts: dict[str, Any]) -> Report:
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         measured = self.measure(self.data.held_out)
-        held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
+        num_training_tokens, num_answer_tokens = self.data.sizes(self.data.training)
         by_rank = zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
             num_training_texts=len(self.data.training),
             num_held_out_texts=len(self.data.held_out),
-            num_training_tokens=sum(len(token_ids) for token_ids, _ in training),
-            num_answer_tokens=sum(int(mask.sum()) for _, mask in training),
-            num_held_out_tokens=sum(int(mask.sum()) for _, mask in held_out),
+            num_training_tokens=num_training_tokens,
+            num_answer_tokens=num_answer_tokens,
+            num_held_out_tokens=self.data.sizes(self.data.held_out)[1],
             **facts,
             accuracy_by_rank=list(map(list, by_rank)),
             tree=[list(path) for path in measured.tree().paths[1:]],

@@ -1,24 +1,45 @@
 """Texts of a run with their hidden states, which of them are held out, all batches in their order, learning rates."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
+import numpy as np
+import tokenizers
+import transformers
 from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
-from draftheads.data.features import Documents, FeatureStore, LiveStore, build_shards, claim, has_room, read_meta
-from draftheads.data.texts import EncodedChat, known_texts, limited, load_blocks, load_texts
+from draftheads.data.features import (
+    Documents,
+    FeatureStore,
+    LiveStore,
+    Texts,
+    build_shards,
+    claim,
+    has_room,
+    read_meta,
+)
+from draftheads.data.files import files_in
+from draftheads.data.lines import LeftOut
+from draftheads.data.texts import EncodedChat, chat_texts, known_texts, limited, load_blocks
 from draftheads.data.vllm_features import ExtractedStore
+from draftheads.models.chat_template import date_now, reads_variable, template_of
+from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
-from draftheads.utils.progress import Progress
+from draftheads.utils.machine import by_all_cores
+from draftheads.utils.progress import NoProgress, Progress
 
 TEXT_PART, SECOND_STAGE_RATE = 5 / 7, 0.1  # of the MLP Speculator: 15k and 6k steps, and a tenth of the learning rate
+TEXTS_FOLDER = "texts"  # in --out, until the run is complete
+_TEXTS_PER_REPORT = 256
 MOST_BATCH_TOKENS = 4096  # more tokens of a step are several batches, whose gradients are added
 
 
@@ -49,9 +70,15 @@ class TrainingData:
     @property
     def tokens_per_step(self) -> list[int]:
         """Tokens of text in every step, without padding."""
-        sizes = [sum(self.store.lengths[i] for i in batch) for batch in self.plan]
+        lengths = self.store.lengths
+        sizes = [sum(lengths[i] for i in batch) for batch in self.plan]
         number = self.batches_per_step
         return [sum(sizes[i : i + number]) for i in range(0, len(sizes), number)]
+
+    def sizes(self, documents: Sequence[int]) -> tuple[int, int]:
+        """Tokens of some documents, and how many of them are learned."""
+        parts = map(self.store.texts.part, documents)
+        return tuple(map(sum, zip(*((len(ids), int(mask.sum())) for ids, mask in parts), strict=True)))
 
     def texts(self, documents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Token ids (T,) and loss mask (T,) of some documents."""
@@ -59,20 +86,69 @@ class TrainingData:
 
 
 def read_texts(
-    target: TargetModel, options: TrainOptions, left_out: dict[str, list[str]] | None = None
-) -> list[EncodedChat]:
-    """Plain texts in blocks, and chats; ``left_out`` gets the lines that cannot be used."""
-    texts: list[EncodedChat] = []
-    most = options.max_tokens
-    if options.text:
-        length = limited(options.max_length, target)
-        eos_ids = target.eos_ids
-        texts += load_blocks(
-            target.tokenizer, options.text, eos_ids=eos_ids, length=length, max_tokens=most, left_out=left_out
-        )
-    if options.data:
-        texts += load_texts(target, options.data, max_length=options.max_length, max_tokens=most, left_out=left_out)
-    return known_texts(texts, target.vocab_size, left_out)
+    target: TargetModel, options: TrainOptions, left_out: LeftOut | None = None, progress: Progress | None = None
+) -> Texts:
+    """Plain texts in blocks, and chats; ``left_out`` gets the lines that cannot be used.
+
+    One process writes them into a folder in ``--out``, and all others map it; so does a run that resumes.
+    """
+    folder, lost = options.out / TEXTS_FOLDER, LeftOut()
+    if processes.is_first():
+        lines, key = _lines_and_key(target, options)
+        if not (folder / "texts.json").exists() or Texts.open(folder).facts.get("key") != key:
+            most, mapped = options.max_tokens, by_all_cores
+            blocks = load_blocks(
+                target.tokenizer,
+                options.text,
+                eos_ids=target.eos_ids,
+                length=limited(options.max_length, target),
+                max_tokens=most,
+                left_out=lost,
+                mapped=mapped,
+            )
+            chats = chat_texts(
+                target, options.data, max_length=options.max_length, max_tokens=most, left_out=lost, mapped=mapped
+            )
+            texts = chain(blocks if options.text else (), chats if options.data else ())
+            known = known_texts(texts, target.vocab_size, lost)
+            Texts.write(folder, _shown(known, lines, progress or NoProgress()), {"key": key, "left_out": lost})
+    processes.wait()
+    found = Texts.open(folder)
+    (left_out if left_out is not None else {}).update(found.facts["left_out"])
+    return found
+
+
+def _lines_and_key(target: TargetModel, options: TrainOptions) -> tuple[dict[str, int], str]:
+    """The number of lines of each file, and a digest of all that the tokens depend on."""
+    digest, lines = hashlib.sha256(), dict[str, int]()
+    for file in chain.from_iterable(map(files_in, (*options.text, *options.data))):
+        lines[str(file)] = 0
+        digest.update(str(file).encode())
+        with file.open("rb") as content:
+            while part := content.read(1 << 20):
+                digest.update(part)
+                lines[str(file)] += part.count(b"\n")
+    facts = (
+        *(len(options.text), options.max_length, options.max_tokens),
+        *(target.max_positions, target.vocab_size, sorted(target.eos_ids), tokenizer_fingerprint(target.tokenizer)),
+        *(template_of(target), date_now() if reads_variable(target, "strftime_now") else ""),
+        *(transformers.__version__, tokenizers.__version__),
+    )
+    digest.update(json.dumps(facts).encode())
+    return lines, digest.hexdigest()
+
+
+def _shown(texts: Iterator[EncodedChat], lines: Mapping[str, int], progress: Progress) -> Iterator[EncodedChat]:
+    """The texts; ``progress`` receives the lines that were read."""
+    before = dict(zip(lines, accumulate(lines.values(), initial=0), strict=False))
+    total, num_tokens = max(1, sum(lines.values())), 0
+    for number, text in enumerate(texts):
+        if number % _TEXTS_PER_REPORT == 0:  # lines of zipped files and of tables are not known
+            file, _, line = text.source.rpartition(":")
+            progress.progress(min(before[file] + int(line), total), total, f"{num_tokens:,} tokens")
+        num_tokens += len(text.token_ids)
+        yield text
+    progress.progress(total, total, f"{num_tokens:,} tokens")
 
 
 def with_hidden_states(
@@ -136,7 +212,7 @@ def plan_training(store: Documents, options: TrainOptions) -> TrainingData:
 
 def _documents(store: Documents, max_tokens: int | None, *, plain: bool) -> list[int]:
     """Plain texts, or chats, until ``max_tokens`` tokens are there. Data that was read for this run has no more."""
-    documents = [i for i, is_plain in enumerate(store.is_plain) if is_plain == plain]
+    documents: list[int] = np.flatnonzero(store.is_plain == plain).tolist()
     if max_tokens is None:
         return documents
     before = accumulate((store.lengths[i] for i in documents), initial=0)  # one number more than there are documents

@@ -1,18 +1,33 @@
 """Facts of this machine: cores, their use, memory, limits of a container, an NVIDIA driver; and environment variables.
 
+Also work for all cores, and work that is done ahead.
+
 Imports no torch. No other module reads environment variables; docs/python.md has them as a table.
 """
 
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
 _ROOT = Path("/")
+_CHUNK = 64  # items that another process is given at once
+_ALONE = 16  # chunks before there are other processes
+_NO_THREADS = "TOKENIZERS_PARALLELISM"  # tokenizers' own; "false" in forked processes, else it writes a warning
+S = TypeVar("S")
+T = TypeVar("T")
 IDLE_CORES = 0.3  # cores that other programs may use without being noticed, such as those of an idle desktop
 
 
@@ -124,6 +139,75 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+# --- work for all cores, and ahead ---
+
+
+def by_all_cores(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """The function of every item, in order; few items are ahead. Of many items by forked processes, on Linux.
+
+    The function is inherited. Its results are pickled.
+    """
+    items, cores = iter(items), find_cores().usable
+    yield from map(function, islice(items, _ALONE * _CHUNK))
+    first = list(islice(items, _CHUNK))
+    if not first or cores == 1 or sys.platform != "linux":
+        yield from map(function, chain(first, items))
+        return
+    with _forked(function, cores) as pool:
+        chunks = chain([first], iter(lambda: list(islice(items, _CHUNK)), []))
+        yield from chain.from_iterable(ahead(pool, _of_chunk, chunks, 2 * cores))
+
+
+def ahead(pool: Executor, function: Callable[[S], T], items: Iterable[S], number: int) -> Iterator[T]:
+    """The function of every item, in order, computed in the pool for so many items ahead.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> with ThreadPoolExecutor(1) as pool:
+    ...     print(*ahead(pool, abs, [-1, 2, -3], 1))
+    1 2 3
+    """
+    waiting = deque[Any]()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > number:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+@contextmanager
+def _forked(function: Callable[[Any], Any], number: int) -> Iterator[Executor]:
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "false"
+    pool = ProcessPoolExecutor(number, get_context("fork"), _begin, (function,))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, whose locks are not used
+            pool.submit(int).result()  # forks all of them
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_inherited: list[Callable[[Any], Any]] = []
+
+
+def _begin(function: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends this one
+    _inherited[:] = [function]
+
+
+def _of_chunk(items: list[Any]) -> list[Any]:
+    return list(map(_inherited[0], items))
+
+
+# --- environment variables ---
 
 
 def _variable(name: str, meaning: str, read: Callable[[str | None], Any] = lambda value: value) -> Any:
