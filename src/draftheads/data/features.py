@@ -18,6 +18,7 @@ import shutil
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from io import BytesIO
@@ -257,6 +258,14 @@ def stored(folder: Path) -> tuple[int, int]:
     return sum(end - first for first, end in parts), sum(int(texts.starts[end] - texts.starts[i]) for i, end in parts)
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a store has the hidden states of all its texts."""
+    meta = read_meta(folder)
+    with suppress(DataError):  # whoever reads it says what is damaged
+        return meta is not None and stored(folder)[0] == meta.num_documents
+    return False
+
+
 def _texts_of(meta: StoreMeta, index: int) -> tuple[int, int]:
     """The first text of a shard, and that of the next one."""
     return meta.shards[index], [*meta.shards, meta.num_documents][index + 1]
@@ -296,6 +305,16 @@ class FeatureStore(Documents):
         if self._parts is not None:
             hidden = hidden.unflatten(1, (-1, self.meta.hidden_size))[:, self._parts].flatten(1)
         return Document(hidden, self.token_ids[index], self.loss_masks[index])
+
+    def last_states(self, most: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of the longest text of each shard: where it is, its tokens, and up to ``most`` of its last h_t (n, D)."""
+        for number, shard in enumerate(self._shards):
+            first, end = _texts_of(self.meta, number)
+            index = max(range(first, end), key=self.lengths.__getitem__)
+            stop = int(self.texts.starts[index + 1] - self.texts.starts[first])
+            rows = shard[stop - min(most, self.lengths[index]) : stop, -self.meta.hidden_size :]
+            name = f"{shard_path(self.folder, number)} ({self.sources[index]})"
+            yield name, self.token_ids[index], torch.from_numpy(np.array(rows)).view(torch.bfloat16)
 
     def check(self, target: TargetModel) -> None:
         """Raises DataError unless the store was made of the texts in it, by this target in this precision."""

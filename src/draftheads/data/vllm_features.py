@@ -3,7 +3,9 @@
 vLLM writes a file for each request: ``token_ids`` (T,) and ``hidden_states`` (T, n, D), the outputs of n chosen layers.
 Those of the last layer are not normed; h_t is, so the target's last norm is applied here. A file does not say which
 layers it has. They are found by comparing the beginning of a few texts with what the target computes for them. Of each
-file the first tokens that only its text has are compared, too.
+file the first tokens that only its text has are compared, too. Without the target's layers nothing can be computed: the
+files must have the layers that are read, in their order, and the last one; that its states are those of the text is
+seen by the likelihood of the tokens.
 """
 
 import warnings
@@ -19,11 +21,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftheads.data.features import Document, LiveStore, read_alone
 from draftheads.data.texts import EncodedChat
 from draftheads.errors import DataError, DataWarning, UnsupportedModel
 from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import as_logits
 from draftheads.utils.counts import counted
 
 NUM_COMPARED = 3  # texts
@@ -31,6 +35,8 @@ MOST_COMPARED = 256  # tokens of each
 _NUM_OWN = 8  # tokens that are compared of every file
 _TENSORS = {"token_ids", "hidden_states"}
 _AGAIN = "delete it and extract its text again"
+MOST_LIKELY, _FEWEST_LIKELY = 64, 16  # last tokens of a text whose likelihood is looked at
+LIKELIER = 0.5  # nats, see check_likelihood; texts of people and models have 5 or more, states of another text about 0
 LIMIT = 0.15  # of differences, see _difference; bf16 and fp32 differ by 0.02, neighbouring layers by 0.3 or more
 
 
@@ -50,8 +56,14 @@ class ExtractedStore(LiveStore):
         if (norm := target.final_norm) is None:
             raise UnsupportedModel(f"{target.model_id} has no known last norm, which outputs of the last layer need")
         self._norm: nn.Module = norm
-        self._places = self._find_places()
-        self._check_each()
+        if target.has_layers:
+            self._places = self._find_places()
+            self._check_each()
+        else:
+            self._places = self._places_in_order()
+            for index, ids in enumerate(self.token_ids):
+                last = self._normed(self._states(index, max(0, len(ids) - MOST_LIKELY), place=self._places[-1]))
+                check_likelihood(target, last, ids, f"{self._files[index]} ({self.sources[index]})")
 
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
@@ -62,10 +74,10 @@ class ExtractedStore(LiveStore):
             raise DataError(f"{self._files[index]}: hidden_states have NaN or infinite values; {_AGAIN}")
         return Document(hidden.to("cpu", torch.bfloat16), token_ids, self.loss_masks[index])
 
-    def _states(self, index: int, most: int | None = None) -> Tensor:
-        """(T, n, D) of a text or its first tokens, in the target's type."""
+    def _states(self, index: int, start: int = 0, most: int | None = None, place: Any = slice(None)) -> Tensor:
+        """(T, n, D) of a text or a part of its tokens, in the target's type; (T, D) of one place."""
         with _opened(self._files[index]) as file:
-            states: Tensor = file.get_slice("hidden_states")[: len(self.token_ids[index][:most])]
+            states: Tensor = file.get_slice("hidden_states")[start : len(self.token_ids[index][:most]), place]
         return states.to(self.target.device, self.target.dtype)
 
     def _check_each(self) -> None:
@@ -78,7 +90,7 @@ class ExtractedStore(LiveStore):
         for index, length in enumerate(shared):
             most = min(length + _NUM_OWN, MOST_COMPARED)
             expected = read_alone(self.target, self.token_ids[index][:most])[-_NUM_OWN:].to(self.target.device)
-            found = self._normed(self._states(index, most)[-_NUM_OWN:, self._places[-1]])
+            found = self._normed(self._states(index, most=most)[-_NUM_OWN:, self._places[-1]])
             difference = _difference(self._logits(found), self._logits(expected))
             if not difference <= LIMIT:
                 raise DataError(
@@ -107,6 +119,17 @@ class ExtractedStore(LiveStore):
         differences = [_difference(self._logits(self._normed(states)), logits) for states in candidates]
         return [*places, self._least(differences, "logits", len(self.target.layer_kinds))]
 
+    def _places_in_order(self) -> list[int]:
+        """The same where the files have exactly these layers: vLLM writes them in ascending order."""
+        wanted = sorted({*self.layers, len(self.target.layer_kinds)})
+        with _opened(self._files[0]) as file:
+            count = file.get_slice("hidden_states").get_shape()[1]
+        if count != len(wanted):
+            have = f"{self._files[0].parent}: the files have {counted(count, 'layer')}, and {len(wanted)} are read"
+            fix = f"extract with eagle_aux_hidden_state_layer_ids {wanted}, or give this machine more memory"
+            raise DataError(f"{have}, which cannot be found without the model's layers: {fix}")
+        return [*map(wanted.index, self.layers), len(wanted) - 1]
+
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden.to(self.target.dtype)).float()
@@ -122,6 +145,40 @@ class ExtractedStore(LiveStore):
                 "eagle_aux_hidden_state_layer_ids when you extract"
             )
         return differences.index(least)
+
+
+@torch.inference_mode()
+def check_likelihood(target: TargetModel, hidden: Tensor, token_ids: Tensor, name: str) -> None:
+    """Are these the hidden states of the tokens? Needs the lm_head only, and of it only the rows of a few tokens.
+
+    After each state the next token must be likelier than the text's other tokens are. The last tokens are looked at,
+    as many texts begin in the same way; texts of few tokens, or of a single one, are not.
+
+    Args:
+        target: whose states they are.
+        hidden: h_t (T, D) of the last tokens.
+        token_ids: of the whole text.
+        name: of the file and the text.
+
+    Raises:
+        DataError: they are not; random characters look the same.
+    """
+    hidden = hidden[-MOST_LIKELY:-1].to(target.device, target.dtype)  # (n, D)
+    following = token_ids[-len(hidden) :].to(target.device)
+    others = following[:, None] != following
+    told = others.any(1)
+    if int(told.sum()) < _FEWEST_LIKELY:
+        return
+    weights = target.weights
+    bias = None if weights.lm_head_bias is None else weights.lm_head_bias[following]
+    logits = F.linear(hidden, weights.lm_head[following], bias)  # (n, n): of each token of the text
+    logits = as_logits(logits, weights.logit_scale, weights.logit_softcap).float()
+    usual = logits.masked_fill(~others, 0.0).sum(1) / others.sum(1)
+    gain = float((logits.diagonal() - usual)[told].mean())
+    if not gain >= LIKELIER:
+        problem = f"{name}: the hidden states are not those of the text, or not of {target.model_id}"
+        found = f"the next tokens are {gain:.2f} nats likelier than others of the text, expected at least {LIKELIER}"
+        raise DataError(f"{problem}: {found}; {_AGAIN}, or leave a text of random characters out")
 
 
 def _difference(states: Tensor, expected: Tensor) -> float:

@@ -1,4 +1,7 @@
-"""What a model's files may hold: sizes that fit their tensors, and finite numbers. Nothing slow is imported here."""
+"""What a model's files may hold: sizes that fit their tensors, finite numbers, known quantisations.
+
+Nothing slow is imported here.
+"""
 
 import json
 import math
@@ -90,6 +93,34 @@ def check_size(config: Any, source: Path | str) -> None:
     if layers * width**2 > stored * (_PACKED if is_quantised else 1) > 0:
         sizes = f"num_hidden_layers {layers:,} and hidden_size {width:,}, as given or as usual"
         raise UnsupportedModel(f"{source}: a {config.model_type} model has {sizes}; its files have {stored:,} bytes")
+
+
+def check_quantisation(name: str, config: Any, given: Any = None, *, source: Path | str | None = None) -> bool:
+    """Whether the files at ``source`` hold quantised weights, by a model's configuration."""
+    own = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
+    both = (next(filter(None, own), None), given)
+    stored, wanted = (each if isinstance(each, dict) else each.to_dict() if each else {} for each in both)
+    if not stored and source is not None and (path := model_file(source, "hf_quant_config.json")):  # of ModelOpt
+        try:
+            written = json.loads(path.read_text(encoding="utf-8"))["quantization"]
+            stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UnsupportedModel(f"{name}: {path.name} does not say how the weights are quantised") from None
+    if any(each.get("load_in_8bit") and each.get("llm_int8_threshold") != 0 for each in (stored, wanted)):
+        raise UnsupportedModel(
+            f"{name}: the 8 bits of bitsandbytes (LLM.int8()) keep columns whole where any row of a pass has a large "
+            "number, so a text depends on the rows and the draft tokens beside it: use precision int8 or four_bit=True"
+        )
+    import transformers  # noqa: PLC0415 - slow to import
+    from transformers.quantizers.auto import AutoHfQuantizer  # noqa: PLC0415
+
+    quantizer: Any = AutoHfQuantizer
+    if stored and not ((method := stored.get("quant_method")) and quantizer.supports_quant_method(stored)):
+        kind = " ".join(filter(None, (method, stored.get("quant_algo")))) or "unknown"
+        what = f"quantised weights ({kind}), which transformers {transformers.__version__} does not undo"
+        fix = "load the model that it was made from, which precision int8 or four_bit=True quantise here"
+        raise UnsupportedModel(f"{name} has {what}: {fix}")
+    return bool(stored)
 
 
 def unread_keys(given: Mapping[str, Any], *kinds: type) -> list[str]:

@@ -21,22 +21,24 @@ from draftheads.cpu.native_step import FINAL_NORMS, NativeStep, native_step
 from draftheads.cpu.optimise import TYPICAL_TEXT, RoundedEmbedding, speed_up
 from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.models.chat_template import unused_token
+from draftheads.models.file_checks import check_quantisation
 from draftheads.models.fingerprint import (
     Fingerprints,
     WeightFacts,
     fingerprint_of,
+    layer_matrices,
     sampled_layers,
     tokenizer_fingerprint,
     weights_digest,
 )
 from draftheads.models.generation import GenerationRules
 from draftheads.models.model_config import (
-    DTYPES,
     check_length,
     eos_ids_of,
     head_sizes,
     layer_sizes,
     max_positions_of,
+    precision_of,
     warn_of_length,
 )
 from draftheads.models.model_layers import (
@@ -47,12 +49,13 @@ from draftheads.models.model_layers import (
     layer_inputs,
     problems_of,
     recurrent_modules,
+    require_layers,
     sharing_weights,
     use_long_rope,
 )
 from draftheads.models.model_names import name_of_loaded
 from draftheads.models.packed_weights import PackedWeights
-from draftheads.models.pretrained import LoadOptions, check_quantisation, load_pretrained
+from draftheads.models.pretrained import LoadOptions, load_pretrained
 from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
 
@@ -109,7 +112,8 @@ class TargetModel:
         """
         parts = load_pretrained(name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
         packed = options.get("packed")
-        facts: Any = {"packed": packed, "facts": packed and packed.facts}
+        part = options.get("parts") or packed
+        facts: Any = {"packed": packed, "facts": part and part.facts}
         return cls(*parts, chat_template=chat_template, max_length=max_length, **facts).warned()
 
     @classmethod
@@ -189,8 +193,7 @@ class TargetModel:
     @cached_property
     def precision(self) -> str:
         """``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``: the type in which linear layers compute."""
-        own = next((name for name, dtype in DTYPES.items() if dtype == self.dtype), str(self.dtype))
-        return own if self.facts is None else self.facts.precision
+        return precision_of(self.dtype) if self.facts is None else self.facts.precision
 
     @property
     def is_quantised(self) -> bool:
@@ -274,7 +277,7 @@ class TargetModel:
     @cached_property
     def weights_fingerprint(self) -> str:
         """A digest of some numbers of every weight, which identifies the model's version. 4-bit weights: as stored."""
-        return weights_digest(self.model) if self.facts is None else self.facts.weights_fingerprint
+        return weights_digest(self.model.named_parameters()) if self.facts is None else self.facts.weights_fingerprint
 
     @cached_property
     def layers_fingerprint(self) -> str | None:
@@ -294,18 +297,17 @@ class TargetModel:
 
     def layer_matrices(self) -> list[Tensor]:
         """The matrices between embedding and lm_head."""
-        return [
-            weight
-            for name, module in self.decoder.named_modules()
-            if "lora_" not in name and not isinstance(module, nn.Embedding)  # no adapter's
-            for weight in module.parameters(recurse=False)
-            if weight.dim() > 1
-        ]
+        return layer_matrices(self.decoder)
 
     @cached_property
     def decoder(self) -> Any:
         """The model below the lm_head."""
         return self.model.get_decoder()
+
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether its layers are loaded: without them it has logits of hidden states, and reads no text."""
+        return bool(self.decoder.config.num_hidden_layers)
 
     @property
     def final_norm(self) -> nn.Module | None:
@@ -388,8 +390,9 @@ class TargetModel:
             h_t (B, T, D), and what a drafter reads: the inputs of n layers side by side (B, T, n·D); without any, h_t.
 
         Raises:
-            UnsupportedModel: a layer's input does not have the size of h_t.
+            UnsupportedModel: a layer's input does not have the size of h_t, or the layers are not loaded.
         """
+        require_layers(self)
         if not layers:  # nothing is noted: such a pass can be captured
             last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
             return last, last

@@ -5,6 +5,7 @@ devices that names mean, and those that are taken where none is named; and the c
 text.
 """
 
+import copy
 import math
 import warnings
 from functools import cache
@@ -190,6 +191,22 @@ def _scaled_rope(config: Any, rope: dict[str, Any], kind: str | None) -> dict[st
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BF16_CAPABILITY = (8, 0)  # Ampere and later; T4 (7.5) and V100 (7.0) emulate bf16
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """The short name of a type, such as ``bf16``."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+
+
+def without_layers(config: Any) -> Any:
+    """A copy of a model's configuration for its embedding, last norm and lm_head alone."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:
+            setattr(text, name, [])  # has a value for each layer
+    text.num_hidden_layers = 0
+    return config
 
 
 def dtype_named(dtype: object) -> torch.dtype | None:

@@ -62,7 +62,7 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
             f"has {', '.join(sorted(unknown)) or 'a recurrent state'}: drafts are rewound by removing cache entries, "
             f"or by states that follow a tree in families that are tested: {', '.join(sorted(FAMILIES))}"
         )
-    called = FAMILIES[target.config.model_type] if target.is_recurrent else ()
+    called = FAMILIES[target.config.model_type] if target.is_recurrent and target.has_layers else ()
     modules = recurrent_modules(target.decoder) if called else []
     if missing := [name for name in called if not any(hasattr(module, name) for module in modules)]:
         yield (
@@ -85,12 +85,19 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
         )
     if getattr(target.config, "use_bidirectional_attention", False) is True:
         yield "reads prompts in both directions (use_bidirectional_attention): drafts need causal attention"
-    elif target.facts is None:  # of others, the model that they were made from was checked
+    elif target.facts is None or not target.has_layers:  # of others, the model that they were made from was checked
         error = _logits_error(target)
         if not error <= 1e-2:
             yield (
                 f"computes its logits in an unsupported way: they differ by {error:.3g} from lm_head(last hidden state)"
             )
+
+
+def require_layers(target: "TargetModel") -> None:
+    """Raises :class:`UnsupportedModel` if only embedding, last norm and lm_head are loaded."""
+    if not target.has_layers:
+        alone = f"only embedding, last norm and lm_head of {target.model_id} are loaded, and a text is to be read"
+        raise UnsupportedModel(f"{alone}: load the whole model, as `draftheads generate` and `train --data` do")
 
 
 @torch.inference_mode()

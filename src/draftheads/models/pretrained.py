@@ -6,7 +6,6 @@ trees.
 
 import contextlib
 import importlib.util
-import json
 import re
 import warnings
 from collections import Counter
@@ -35,12 +34,14 @@ from draftheads.models.adapter import load_merged, require_peft
 from draftheads.models.file_checks import (
     check_config,
     check_finite,
+    check_quantisation,
     check_size,
     keys_in,
     model_file,
     unread_keys,
     weight_files,
 )
+from draftheads.models.fingerprint import Parts, inseparable, whole_facts
 from draftheads.models.generation import generation_config
 from draftheads.models.gguf_architectures import config_of
 from draftheads.models.gguf_files import GgufFile
@@ -53,6 +54,7 @@ from draftheads.models.model_config import (
     eos_ids_of,
     fits,
     max_positions_of,
+    without_layers,
     wrapper_class,
 )
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
@@ -81,6 +83,7 @@ class LoadOptions(TypedDict, total=False):
     attn_implementation: str | None  # ``sdpa`` or ``eager``
     trust_remote_code: bool  # whether code that comes with the model may run
     whole: bool  # also what reads images, which text does not need but a copy on disk does
+    parts: Parts | None  # the model without its layers
     packed: "PackedWeights | None"  # of the cache: they are used in place of those in the files
     check: "Callable[[Any], None] | None"  # called with the configuration before weights are read; may raise an error
 
@@ -110,7 +113,7 @@ def load_pretrained(
     name = model_name(name)
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     check, trusted = given.pop("check", None), given.pop("trust_remote_code", False)
-    packed, whole = given.pop("packed", None), given.pop("whole", False)
+    packed, whole, parts = given.pop("packed", None), given.pop("whole", False), given.pop("parts", None)
     _check_options(device, given)
     place, source = device_named(device), resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
@@ -124,6 +127,8 @@ def load_pretrained(
     how = {"attn_implementation": given.get("attn_implementation"), "trust_remote_code": trusted}
     model: PreTrainedModel
     if adapter is not None:
+        if parts is not None:
+            raise inseparable(name, "it is an adapter, which is merged into its base model")
         if wrong := [key for key in _OF_WHOLE_MODELS if given.get(key)]:
             merged = f"{name} is an adapter, which is merged into its base model, and {wrong[0]} is for whole models"
             fix = f"write the merged model with `draftheads merge --adapter {name} --out …` and load that"
@@ -135,7 +140,7 @@ def load_pretrained(
         quantisation = _four_bit_config(compute) if given.get("four_bit") else given.get("quantization_config")
         on_place = None if quantisation is None else {"": str(place)}  # quantised weights are loaded onto the device
         how |= {"quantization_config": quantisation, "device_map": given.get("device_map", on_place)}
-        model, tokenizer = _load_files(name, source, tokenizer, packed, dtype=compute, whole=whole, **how)
+        model, tokenizer = _load_files(name, source, tokenizer, packed, parts, dtype=compute, whole=whole, **how)
     if getattr(model, "hf_quantizer", None) is None and "device_map" not in given:
         model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     if packed is None or not packed.found:  # they were finite when they were packed
@@ -175,7 +180,7 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
 
 
 def _load_files(
-    name: str, source: Path | str, tokenizer: Any, packed: Any, *, whole: bool = False, **options: Any
+    name: str, source: Path | str, tokenizer: Any, packed: Any, parts: Parts | None, *, whole: bool, **options: Any
 ) -> tuple[Any, Any]:
     """A model and its tokenizer; another one that is given stays. Options that are None are those of the model."""
     with _as_our_errors(name), without_bars():
@@ -196,9 +201,11 @@ def _load_files(
             of_inputs = [list(tokenizer(TYPICAL_TEXT)["input_ids"]), options.get("attn_implementation")]
             if packed.find([*weight_files(source), *filter(None, [model_file(source, "config.json")])], of_inputs):
                 loaded = load_packed(config, packed, generation_config(source, config), **options)
+        options |= {} if parts is None else _without_layers(name, config, options, is_quantised=is_quantised)
         try:
             # transformers would list all tensors of what is left out
-            with without_logs() if wrapper else contextlib.nullcontext():
+            with without_logs() if wrapper or parts else contextlib.nullcontext(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # without layers
                 loaded = loaded or (wrapper or AutoModelForCausalLM).from_pretrained(
                     source, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
@@ -206,6 +213,9 @@ def _load_files(
             check_series(name, source)
             raise
         model, report = loaded
+        if parts is not None:
+            with without_logs():
+                report, parts.facts = whole_facts(name, model, config, report, weight_files(source))
         _say_unread(source, config, model)
         unread = check_weights(name, model, report, source, is_quantised=is_quantised)
     if config.get_text_config() is not config:
@@ -216,6 +226,12 @@ def _load_files(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model, tokenizer
+
+
+def _without_layers(name: str, config: Any, options: Mapping[str, Any], *, is_quantised: bool) -> dict[str, Any]:
+    if is_quantised or "quantization_config" in options:
+        raise inseparable(name, "its weights are quantised")
+    return {"config": without_layers(config)}
 
 
 def _say_unread(source: Path | str, config: Any, model: Any) -> None:
@@ -357,34 +373,6 @@ def _as_our_errors(name: str) -> Iterator[None]:
         raise UnsupportedModel(f"{name} is not a known causal language model: {first_line(error)}") from error
     except (RuntimeError, TypeError, AttributeError, UnpicklingError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {first_line(error)}") from error
-
-
-def check_quantisation(name: str, config: Any, given: Any = None, *, source: Path | str | None = None) -> bool:
-    """Whether the files at ``source`` hold quantised weights, by a model's configuration."""
-    own = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
-    both = (next(filter(None, own), None), given)
-    stored, wanted = (each if isinstance(each, dict) else each.to_dict() if each else {} for each in both)
-    if not stored and source is not None and (path := model_file(source, "hf_quant_config.json")):  # of ModelOpt
-        try:
-            written = json.loads(path.read_text(encoding="utf-8"))["quantization"]
-            stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UnsupportedModel(f"{name}: {path.name} does not say how the weights are quantised") from None
-    if any(each.get("load_in_8bit") and each.get("llm_int8_threshold") != 0 for each in (stored, wanted)):
-        raise UnsupportedModel(
-            f"{name}: the 8 bits of bitsandbytes (LLM.int8()) keep columns whole where any row of a pass has a large "
-            "number, so a text depends on the rows and the draft tokens beside it: use precision int8 or four_bit=True"
-        )
-    import transformers  # noqa: PLC0415 - slow to import
-    from transformers.quantizers.auto import AutoHfQuantizer  # noqa: PLC0415
-
-    quantizer: Any = AutoHfQuantizer
-    if stored and not ((method := stored.get("quant_method")) and quantizer.supports_quant_method(stored)):
-        kind = " ".join(filter(None, (method, stored.get("quant_algo")))) or "unknown"
-        what = f"quantised weights ({kind}), which transformers {transformers.__version__} does not undo"
-        fix = "load the model that it was made from, which precision int8 or four_bit=True quantise here"
-        raise UnsupportedModel(f"{name} has {what}: {fix}")
-    return bool(stored)
 
 
 def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | str, *, is_quantised: bool) -> set[str]:

@@ -5,6 +5,7 @@ from weakref import WeakKeyDictionary
 
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import kv_numbers
+from draftheads.models.model_layers import require_layers
 from draftheads.runners.native_runner import NativeRunner
 from draftheads.runners.runner import Runner, whole_blocks
 from draftheads.runners.transformers_runner import TransformersRunner, held_rows, slots_for
@@ -14,6 +15,7 @@ _state_bytes: WeakKeyDictionary[TargetModel, int] = WeakKeyDictionary()  # of on
 
 def runner_for(model: TargetModel, layers: Sequence[int] = ()) -> Runner:
     """What makes the passes of a model; a drafter reads the inputs of ``layers``. Errors as of :class:`Runner`."""
+    require_layers(model)
     return (TransformersRunner if model.native is None else NativeRunner)(model, layers)
 
 

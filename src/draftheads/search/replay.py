@@ -8,8 +8,8 @@ draft tokens above are right. So the ranks of several heads are joint ranks.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftheads.data.features import Document
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
 from draftheads.errors import DataError
@@ -53,6 +54,14 @@ class Answer:
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    stored: Callable[[], Document] | None = field(default=None, compare=False)  # a text that begins so
+
+    def states(self, target: TargetModel, head: DraftHead) -> Tensor:
+        """(1, T, D or (n+1)·D) of prompt and answer, as :meth:`TargetModel.hidden_states`: stored ones if there are."""
+        text = torch.tensor([self.prompt_ids + self.token_ids], device=target.device)
+        if self.stored is None:
+            return target.hidden_states(text, head.hidden_layers)
+        return self.stored().hidden[None, : text.shape[1]].to(target.device, target.dtype)
 
 
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySettings) -> list[list[int]]:
@@ -131,7 +140,7 @@ def observe(
     """
     start, length, heads = len(answer.prompt_ids), len(answer.token_ids), head.config.num_heads
     text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
-    hidden, last = head.split(target.hidden_states(text, head.hidden_layers))  # (1, T, D or n·D), (1, T, D)
+    hidden, last = head.split(answer.states(target, head))  # (1, T, D or n·D), (1, T, D)
     features = head(hidden.to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
     after = None  # (m, V): at j the distribution that the target samples from behind token j
     if temperature > 0:
@@ -335,8 +344,7 @@ class Replay:
         """Hidden states (T, D) of the prompt, for heads that read them."""
         if not self.head.needs_history:
             return torch.empty(0)
-        prompt = torch.tensor([answer.prompt_ids], device=self.target.device)
-        return self.head.split(self.target.hidden_states(prompt, self.head.hidden_layers))[0][0]
+        return self.head.split(replace(answer, token_ids=()).states(self.target, self.head))[0][0]
 
     def _static(self, seen: Sequence[Observation]) -> dict[str, Any]:
         """Static trees from all answers. Tokens per step are measured on each half with trees from the other half."""

@@ -1,9 +1,9 @@
 """The acceptance profile of a head: along held-out texts, or for the user's own prompts along the model's answers."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from operator import itemgetter, mul
 from os import PathLike
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.registry import folder_to_write, head_name
+from draftheads.data.features import Document
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner, rates
@@ -157,19 +158,21 @@ def predicted(profile: AcceptanceProfile, costs: StepCosts) -> dict[str, Any]:
     return {"rates": found, "batches": batches}
 
 
-def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
+def recorded(
+    texts: Sequence[tuple[Tensor, Tensor]], stored: Sequence[Callable[[], Document]] | None = None
+) -> list[Answer]:
     """The first answer in each text, as if the model had just decoded it; answers of one token are left out.
 
-    Texts are token ids (T,) and loss masks (T,), True for tokens of answers.
+    Texts are token ids (T,) and loss masks (T,), True for tokens of answers; ``stored`` reads them with hidden states.
     """
     answers = []
-    for token_ids, loss_mask in texts:
+    for (token_ids, loss_mask), read in zip(texts, stored or repeat(None, len(texts)), strict=True):
         ids, mask = token_ids.tolist(), loss_mask.tolist()
         start = max(1, mask.index(True)) if True in mask else len(mask)  # else the first token is the prompt
         stop = next((place for place in range(start, len(mask)) if not mask[place]), len(mask))
         stop = min(stop, start + TOKENS_PER_TEXT)
         if stop - start >= 2:
-            answers.append(Answer(tuple(ids[:start]), tuple(ids[start:stop])))
+            answers.append(Answer(tuple(ids[:start]), tuple(ids[start:stop]), read))
     return answers
 
 

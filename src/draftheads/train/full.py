@@ -12,10 +12,11 @@ import torch
 
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.errors import InvalidSettings
+from draftheads.models.file_checks import check_quantisation
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import wrapper_class
 from draftheads.models.model_names import TUNED_FOLDER
-from draftheads.models.pretrained import check_quantisation, stored_dtype
+from draftheads.models.pretrained import stored_dtype
 from draftheads.train.joint import JointRun
 from draftheads.train.new_head import BYTES_PER_PARAMETER, check_sizes
 from draftheads.train.report import Movement

@@ -207,6 +207,9 @@ class JointRun(Run):
         super().check_packages()
         require_peft()
 
+    def has_states(self) -> bool:
+        return False  # they change with the model
+
     def dtype(self, config: Any) -> torch.dtype:
         return torch.bfloat16 if computes_in_bf16(self.options) else torch.float32
 

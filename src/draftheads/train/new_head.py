@@ -301,8 +301,12 @@ def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
     usual = default_dtype(device)
     if options.precision != "fp32" or device.type != "cpu":
         return usual
+    return torch.float32 if fits_memory(config, torch.float32) else usual
+
+
+def fits_memory(config: Any, dtype: torch.dtype) -> bool:
+    """Whether a model of this configuration takes at most half of the memory in that type."""
     try:
-        fits = 4 * num_weights(config) <= memory_bytes() / 2
+        return dtype.itemsize * num_weights(config) <= memory_bytes() / 2
     except ValueError:  # a configuration that only its own code knows
-        return usual
-    return torch.float32 if fits else usual
+        return False

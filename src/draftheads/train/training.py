@@ -20,22 +20,24 @@ from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.features import LiveStore, read_meta
+from draftheads.data.features import LiveStore, is_complete, read_meta
 from draftheads.data.files import check_readable
 from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.data.records import check_chats
 from draftheads.data.texts import read_texts as plain_texts
-from draftheads.errors import DataError, MissingDependency
+from draftheads.errors import DataError, MissingDependency, UnsupportedModel, first_line
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import dated, reads_variable
+from draftheads.models.fingerprint import Parts
 from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import load_config
 from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train import processes
 from draftheads.train.learner import Learner
-from draftheads.train.new_head import Start, check_sizes, in_float32, layers_read, new_head, reading_dtype
+from draftheads.train.new_head import Start, check_sizes, fits_memory, in_float32, layers_read, new_head, reading_dtype
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import BEST, NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text, find_checkpoint, step_of
@@ -44,6 +46,7 @@ from draftheads.train.training_data import (
     MOST_BATCH_TOKENS,
     TrainingData,
     checked_store,
+    is_extracted,
     plan_training,
     read_texts,
     staged_rate,
@@ -138,13 +141,32 @@ class Run:
         return bool(self.options.data or self.options.text)
 
     def load_target(self) -> TargetModel:
-        return TargetModel.load(
+        """The model, without its layers if hidden states are stored already."""
+        load = partial(
+            TargetModel.load,
             self.options.model,
             dtype=self.dtype,
             four_bit=self.options.precision == "4bit",
             chat_template=chat_template_text(self.options),
             check=self.check_model,
         )
+        if self.has_states():
+            try:
+                return load(parts=Parts())
+            except UnsupportedModel as error:
+                self.progress.stage(f"loading all of {self.options.model}: {first_line(error)}")
+        return load()
+
+    def has_states(self) -> bool:
+        """Whether no text is read with the model, as far as the files tell.
+
+        What vLLM computed is compared with the model's own states where these can be computed.
+        """
+        folder = self.options.features or self.options.out / "features"
+        if not is_extracted(folder):
+            return is_complete(folder)
+        config = load_config(self.options.model)
+        return not fits_memory(config, self.dtype(config))
 
     def check_model(self, config: Any) -> None:
         """Checks the sizes of a model of this configuration, before its weights are read."""
@@ -276,7 +298,10 @@ class Run:
 
     def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
         """The head's profile on some held-out texts; of static trees only if there are too few texts."""
-        answers = recorded(self.data.texts(self.data.held_out[:NUM_TEXTS]))
+        documents, store = self.data.held_out[:NUM_TEXTS], self.data.store
+        # states that the model would compute again are read; those of a model that is tuned have changed
+        read = None if type(store) is LiveStore else [partial(store.__getitem__, index) for index in documents]
+        answers = recorded(self.data.texts(documents), read)
         if len(answers) < 2:
             return static_profile(measured.joint_ranks, top_k=NUM_RANKS)
         self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")

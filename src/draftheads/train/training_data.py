@@ -28,7 +28,7 @@ from draftheads.data.features import (
 from draftheads.data.files import files_in
 from draftheads.data.lines import LeftOut
 from draftheads.data.texts import EncodedChat, chat_texts, known_texts, limited, load_blocks
-from draftheads.data.vllm_features import ExtractedStore
+from draftheads.data.vllm_features import MOST_LIKELY, ExtractedStore, check_likelihood
 from draftheads.models.chat_template import date_now, reads_variable, template_of
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
@@ -164,7 +164,7 @@ def with_hidden_states(
     Several processes share the work: each computes every n-th shard.
     """
     folder = options.features or options.out / "features"
-    if read_meta(folder) is None and any(folder.rglob("*.safetensors")):
+    if is_extracted(folder):
         return ExtractedStore(target, texts, folder, layers)
     if processes.any_of(not has_room(target, texts, folder, layers)):
         progress.stage("the disk has too little room for hidden states: they are computed for each batch")
@@ -177,11 +177,21 @@ def with_hidden_states(
     return checked_store(target, folder, layers)
 
 
+def is_extracted(folder: Path) -> bool:
+    """Whether the folder has files that vLLM wrote."""
+    return read_meta(folder) is None and any(folder.rglob("*.safetensors"))
+
+
 def checked_store(target: TargetModel, folder: Path | None, layers: Sequence[int]) -> FeatureStore:
-    """A complete store of this target's hidden states; that of a run without texts is given."""
+    """A complete store of this target's hidden states; that of a run without texts is given.
+
+    Where the target cannot compute them, the likelihood of a text of each shard is looked at.
+    """
     assert folder is not None, "options without texts have features"
     store = FeatureStore(folder, layers)
     store.check(target)
+    for name, token_ids, hidden in () if target.has_layers else store.last_states(MOST_LIKELY):
+        check_likelihood(target, hidden, token_ids, name)
     return store
 
 
