@@ -1,5 +1,6 @@
-"""The example of a reverse proxy: clients that never finish their requests do not keep others out."""
+"""The example of a reverse proxy: no client that never finishes its request, and no dead server, keeps others out."""
 
+import re
 import shutil
 import socket
 import subprocess
@@ -19,13 +20,17 @@ NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/bin")
 
 @pytest.fixture
 def proxy(server: Running, tmp_path: Path) -> Iterator[int]:
-    """The port of nginx with the example's configuration, but for ports and folders."""
+    """The port of nginx with the example's configuration, but for ports, folders and a second server that is dead."""
     if NGINX is None:
         pytest.skip("there is no nginx")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     text = EXAMPLE.read_text().replace("listen 8080;", f"listen 127.0.0.1:{port};")
-    text = text.replace("127.0.0.1:8000", f"127.0.0.1:{server.address[1]}")
+    (line,) = re.findall(r"^ +server 127.0.0.1:8000 .*;", text, re.MULTILINE)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        ports = server.address[1], closed.getsockname()[1]
+    text = text.replace(line, "".join(line.replace("8000", str(each)) for each in ports))
+    text = text.replace("max_fails=1", "max_fails=0")  # it is asked again and again
     folders = "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in ("client_body", "proxy"))
     text = text.replace("http {\n", f"http {{\naccess_log off;\n{folders}")
     config = tmp_path / "nginx.conf"
@@ -60,3 +65,12 @@ def test_600_slow_clients_keep_nobody_out(server: Running, proxy: int) -> None:
             pieces = [piece for piece in stream.iter_raw() if piece]
         assert len(pieces) > 10, "a stream is sent on as it comes"
         assert len(server.server.server_state.connections) < 10
+
+
+def test_sessions_of_a_dead_server_are_answered_by_the_other(proxy: int) -> None:
+    """Of twelve sessions, all of them at the living server has a chance of 1 in 4,096."""
+    asked = {"model": NAME, "messages": [USER], "max_tokens": 4}
+    url = f"http://127.0.0.1:{proxy}/v1/chat/completions"
+    sessions = [{"X-Session-Id": str(number)} for number in range(12)]
+    answers = [httpx2.post(url, json=asked, headers=session, timeout=600) for session in sessions]
+    assert [answer.status_code for answer in answers] == [200] * 12
