@@ -40,6 +40,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # heads that are no whole vectors, and s
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_key_head_dim": 24, "linear_value_head_dim": 40, "linear_num_value_heads": 6,
     },
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "granitemoehybrid": {
+        "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+        "mamba_n_heads": 4, "mamba_d_head": 40, "mamba_expand": 5, "mamba_d_state": 24, "residual_multiplier": 0.5,
+        "shared_intermediate_size": 64,
+    },
+    "bamba": {"num_hidden_layers": 3, "mamba_n_groups": 1, "mamba_d_state": 40},
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -352,6 +359,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}),
     ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}),
     ("gpt_neox", {"rotary_pct": 0.5, "use_parallel_residual": False, "attention_bias": False}),
+    ("bamba", {"time_step_limit": [0.4, 0.9], "mamba_proj_bias": True, "num_hidden_layers": 3}),
+    ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False}),
+    ("lfm2", {"conv_L_cache": 2, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
 ]
 
 

@@ -1,6 +1,7 @@
 """What the layers of a model compute, by the names of their parts: one description for all families.
 
-A layer has attention, or a recurrence whose states follow a tree (``native/walk.h``): the gated delta rule.
+A layer has attention, or a recurrence whose states follow a tree (``native/walk.h``): the gated delta rule, Mamba-2, or
+a short convolution.
 
 A description may be wrong for modules that have known names and compute something else. That is noticed when the model
 is loaded (:mod:`draftheads.runners.structure`): there layers with random weights must have the stock modules' logits.
@@ -8,6 +9,7 @@ is loaded (:mod:`draftheads.runners.structure`): there layers with random weight
 Experts of a mixture (MoE) are native products, too: the weights of each are packed alone, so only chosen ones are read.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
         ("input_layernorm", None, None, None),  # Cohere 2
         ("ln_1", None, "ln_2", None),  # GPT-2
+        ("operator_norm", None, "ffn_norm", None),  # LFM2
+        ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
     )
 }
 _ACTS = [
@@ -35,6 +39,13 @@ _ACTS = [
     {"GELUActivation", "GELU"},
     {"Clamped"},
 ]
+_FEED_FORWARD = (  # gate, up and down, or up and down
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("c_fc", "c_proj"),
+)
+_ACT_NAMES = ("act_fn", "activation_fn", "act", "activation")
 _OF_DELTA = {"A_log", "dt_bias"}  # parameters of a gated delta rule, beside its modules
 
 
@@ -134,10 +145,14 @@ class Mixing:
     rows: int = 0  # numbers of a key
     values: int = 0  # numbers of a head's value
     taps: int = 1  # of the convolution
-    share_factor: float = 1.0
+    normed: int = 0  # numbers of outputs that are normed together
+    gates_first: bool = False  # outputs are gated before they are normed
+    share_factor: float = 1.0  # of the delta rule
+    least_step: float = 0.0
+    most_step: float = math.inf
 
 
-DELTA_RULE = 1  # kinds of them
+_DELTA_RULE, _STATE_SPACE, _SHORT_CONVOLUTION = 1, 2, 3  # kinds of them
 
 
 @dataclass(frozen=True)
@@ -145,15 +160,15 @@ class Recurrence:
     """A recurrence of H heads in G groups over the outputs of a convolution of C channels."""
 
     mixing: Mixing
-    # among the outputs of the layer's first products: first of the first group, and from group to group, of queries,
-    # keys, values, gates of outputs, shares (of values that are added) and steps
+    # among the outputs of the first products, of the first group and from group to group: queries, keys, values,
+    # gates of outputs, shares (of values that are added) and steps; a short convolution has gates of values there
     places: tuple[tuple[int, int], ...]
     taps: Tensor  # (taps, C), channels group by group: queries, keys, values
     tap_bias: Tensor | None  # (C,)
-    decay: Tensor  # (H,)
-    step_bias: Tensor  # (H,)
-    skip: Tensor | None  # (H,)
-    norm: tuple[Tensor, float]  # (values,) of outputs, epsilon
+    decay: Tensor | None = None  # (H,)
+    step_bias: Tensor | None = None  # (H,)
+    skip: Tensor | None = None  # (H,)
+    norm: tuple[Tensor, float] | None = None  # (H * values,) of outputs, epsilon
 
 
 @dataclass(frozen=True)
@@ -206,8 +221,9 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     """
     children = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout | nn.Identity)}
     attention: Any = next((children.pop(name) for name in ("self_attn", "attention", "attn") if name in children), None)
-    mixer: Any = children.pop("linear_attn", None) if attention is None else None
-    mlp: Any = children.pop("mlp", None)
+    kind = next((name for name in _MIXERS if name in children), "")
+    mixer: Any = children.pop(kind, None) if attention is None else None
+    mlp: Any = next((children.pop(name) for name in ("mlp", "feed_forward", "shared_mlp") if name in children), None)
     if (attention is None and mixer is None) or mlp is None or frozenset(children) not in _NORMS:
         raise TypeError(f"its layers have other parts: {', '.join(name for name, _ in layer.named_children())}")
     norms = tuple(children[name] if name else None for name in _NORMS[frozenset(children)])
@@ -216,7 +232,7 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     is_mixture = isinstance(experts, PackedExperts)
     if is_mixture and {name for name, _ in mlp.named_children()} - {"experts", "gate", "router"}:
         raise TypeError("it has more than experts and a router")
-    act = "" if is_mixture else type(_first(mlp, "act_fn", "activation_fn", "act")).__name__
+    act = "SiLU" if is_mixture or hasattr(mlp, "w1") else type(_first(mlp, *_ACT_NAMES)).__name__
     gate = experts.gate if is_mixture else (act, 0.0, 0.0)
     if not any(gate[0] in names for names in _ACTS):
         raise TypeError(f"its activation is {gate[0]}")
@@ -227,14 +243,14 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         chosen=int(router.top_k) if is_mixture else 0,
     )
     is_cohere_2 = type(attention).__name__ == "Cohere2Attention"
-    qkv, recurrence = (_qkv(attention), None) if mixer is None else _gated_delta(mixer)
+    qkv, recurrence = (_qkv(attention), None) if mixer is None else _MIXERS[kind](mixer)
     return LayerParts(
         norms,
         qkv,
         recurrence,
         Outputs(_first(mixer or attention, "o_proj", "dense", "c_proj", "out_proj")),
         _heads_of(attention, qkv, config) if mixer is None else None,
-        (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
+        tuple(_head_norm(attention, name) for name in "qk"),
         getattr(attention, "sinks", None),
         () if is_mixture else _feed_forward(mlp),
         experts if is_mixture else None,
@@ -250,6 +266,10 @@ def _qkv(attention: Any) -> tuple[Outputs, ...]:
     return (Outputs(_first(attention, "qkv_proj", "query_key_value", "c_attn")),)
 
 
+def _head_norm(attention: Any, name: str) -> Any:
+    return getattr(attention, f"{name}_norm", getattr(attention, f"{name}_layernorm", None))
+
+
 def _heads_of(attention: Any, qkv: Sequence[Outputs], config: Any) -> Heads:
     own = {name for name, _ in attention.named_parameters(recurse=False)}
     if own - {"sinks"}:
@@ -257,7 +277,7 @@ def _heads_of(attention: Any, qkv: Sequence[Outputs], config: Any) -> Heads:
     size = int(getattr(attention, "head_dim", None) or attention.head_size)
     heads = int(config.num_attention_heads)
     outputs = [part.layer.out_features // size for part in qkv]
-    norm = getattr(attention, "q_norm", None)
+    norm = _head_norm(attention, "q")
     return Heads(
         heads=heads,
         groups=outputs[1] if len(qkv) == 3 else (outputs[0] - heads) // 2,
@@ -284,32 +304,86 @@ def _gated_delta(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
         names, behind = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), 2 * (keys + groups * whole)
         starts = 0, keys, 2 * keys, 2 * keys + groups * whole, behind, behind + groups * heads
         steps = rows, rows, whole, whole, heads, heads
-    convolution, norm = mixer.conv1d, mixer.norm
+    norm = mixer.norm
     if {mixer.activation, norm.activation} != {"silu"} or {*dict(mixer.named_parameters(recurse=False))} != _OF_DELTA:
         raise TypeError("its recurrence is another one")
-    order = torch.cat(
-        [part.view(groups, -1) for part in torch.arange(convolution.out_channels).split((keys, keys, groups * whole))],
-        1,
-    )
-    taps, bias = convolution.weight.detach()[order.flatten(), 0].T, convolution.bias
+    taps, bias = _taps(mixer.conv1d, groups, (keys, keys, groups * whole))
     return tuple(Outputs(getattr(mixer, name)) for name in names), Recurrence(
-        Mixing(DELTA_RULE, groups, heads, rows, values, len(taps)),
+        Mixing(_DELTA_RULE, groups, heads, rows, values, len(taps), values),
         tuple(zip(starts, steps, strict=True)),
         taps,
-        None if bias is None else bias.detach()[order.flatten()],
+        bias,
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach(),
         None,
+        (norm.weight.detach().repeat(groups * heads), float(norm.variance_epsilon)),
+    )
+
+
+def _state_space(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
+    """Mamba-2."""
+    groups, rows, values = (int(getattr(mixer, name)) for name in ("n_groups", "ssm_state_size", "head_dim"))
+    heads, inner, norm = mixer.num_heads // groups, mixer.num_heads * values, mixer.norm
+    own = {*dict(mixer.named_parameters(recurse=False))}
+    if mixer.activation != "silu" or own != {*_OF_DELTA, "D"} or getattr(norm, "norm_before_gate", False):
+        raise TypeError("its recurrence is another one")
+    behind = 2 * inner + 2 * groups * rows
+    starts = 2 * inner + groups * rows, 2 * inner, inner, 0, behind, behind
+    taps, bias = _taps(mixer.conv1d, groups, (inner, groups * rows, groups * rows), (2, 1, 0))
+    normed = int(getattr(norm, "group_size", inner))
+    return (Outputs(mixer.in_proj),), Recurrence(
+        Mixing(
+            *(_STATE_SPACE, groups, heads, rows, values, len(taps), normed),
+            gates_first=True,
+            least_step=float(mixer.time_step_limit[0]),
+            most_step=float(mixer.time_step_limit[1]),
+        ),
+        tuple(zip(starts, (rows, rows, heads * values, heads * values, heads, heads), strict=True)),
+        taps,
+        bias,
+        -mixer.A_log.detach().float().exp(),
+        mixer.dt_bias.detach(),
+        mixer.D.detach(),
         (norm.weight.detach(), float(norm.variance_epsilon)),
     )
 
 
+def _short_convolution(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
+    """Of LFM2: B * x is convolved, and the output multiplied by C."""
+    size = int(mixer.conv.out_channels)
+    if [name for name, _ in mixer.named_children()] != ["conv", "in_proj", "out_proj"]:
+        raise TypeError("its convolution is another one")
+    taps, bias = _taps(mixer.conv, 1, (size,))
+    places = tuple((start * size, 0) for start in (0, 0, 0, 1, 0, 2))
+    mixing = Mixing(_SHORT_CONVOLUTION, 1, 1, 0, size, len(taps))
+    return (Outputs(mixer.in_proj),), Recurrence(mixing, places, taps, bias)
+
+
+def _taps(
+    convolution: Any, groups: int, sizes: Sequence[int], order: Sequence[int] = (0, 1, 2)
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution's weights (taps, C) and biases (C,), whose parts of so many channels are ordered by groups."""
+    parts = [part.view(groups, -1) for part in torch.arange(convolution.out_channels).split(list(sizes))]
+    channels = torch.cat([parts[place] for place in order[: len(parts)]], 1).flatten()
+    weight, bias = convolution.weight.detach()[channels, 0].T, convolution.bias
+    return weight, None if bias is None else bias.detach()[channels]
+
+
+_MIXERS = {"linear_attn": _gated_delta, "mamba": _state_space, "conv": _short_convolution}  # by their names in layers
+
+
 def _feed_forward(mlp: Any) -> tuple[Outputs, ...]:
-    if hasattr(mlp, "gate_up_proj"):
-        half = mlp.gate_up_proj.out_features // 2
-        halves = (Outputs(mlp.gate_up_proj, place * half, half) for place in range(2))
-        return (*halves, Outputs(mlp.down_proj))
-    for names in (("gate_proj", "up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj")):
+    for both, down in (("gate_up_proj", "down_proj"), ("input_linear", "output_linear")):
+        if hasattr(mlp, both):
+            half = getattr(mlp, both).out_features // 2
+            halves = (Outputs(getattr(mlp, both), place * half, half) for place in range(2))
+            return (*halves, Outputs(getattr(mlp, down)))
+    for names in (
+        ("gate_proj", "up_proj", "down_proj"),
+        ("w1", "w3", "w2"),
+        ("dense_h_to_4h", "dense_4h_to_h"),
+        ("c_fc", "c_proj"),
+    ):
         if all(hasattr(mlp, name) for name in names):
             return tuple(Outputs(getattr(mlp, name)) for name in names)
     raise TypeError("its feed-forward part has unknown layers")

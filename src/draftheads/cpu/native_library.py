@@ -107,8 +107,8 @@ class Mixing(ctypes.Structure):
     """``draftheads::Mixing`` in ``step.cpp``."""
 
     _fields_ = (
-        *_ints("kind", "groups", "heads", "rows", "values", "taps"),
-        *_floats("share_factor"),
+        *_ints("kind", "groups", "heads", "rows", "values", "taps", "normed", "gates_first"),
+        *_floats("share_factor", "least_step", "most_step"),
         *_ints("unused"),
     )
 

@@ -50,7 +50,7 @@ from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
 _MOST_OUTPUTS = 32 * ((1 << 13) - 8)  # of products that read the same rows
-FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
+FINAL_NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm", "embedding_norm", "norm_f")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
 _MOST_TAPS = 16
@@ -279,14 +279,17 @@ class NativeStep:
             heads * mixing.values,
             self.size,
         )
-        fit &= parts.taps.shape == (mixing.taps, channels) and parts.norm[0].shape == (mixing.values,)
-        fit &= all(part.shape == (heads,) for part in (parts.decay, parts.step_bias)) and max(ends) <= outputs
+        norm, epsilon = parts.norm or (torch.ones(heads * mixing.values), 0.0)
+        of_heads = [part for part in (parts.decay, parts.step_bias, parts.skip) if part is not None]
+        fit &= parts.taps.shape == (mixing.taps, channels) and norm.shape == (heads * mixing.values,)
+        fit &= all(part.shape == (heads,) for part in of_heads) and max(ends) <= outputs
+        fit &= not mixing.normed or (heads * mixing.values) % mixing.normed == 0
         if not fit or outputs > _MOST_OUTPUTS or not 0 < mixing.taps <= _MOST_TAPS:
             raise ValueError(f"a recurrence of {mixing} and outputs of {[part.out for part in products]}")
         numbers = (parts.taps, parts.tap_bias, parts.decay, parts.step_bias, parts.skip)
         held = structures.Recurrence(
             *(None if part is None else self._numbers(part) for part in numbers),
-            Norm(self._numbers(parts.norm[0]), None, parts.norm[1], False),  # noqa: FBT003 - it is not centred
+            Norm(self._numbers(norm), None, epsilon),
             (structures.Place * len(parts.places))(*(structures.Place(*place) for place in parts.places)),
             self._recurrences,
         )

@@ -59,7 +59,7 @@ from draftheads.models.pretrained import LoadOptions, load_pretrained
 from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
 
-_NORMS = (*FINAL_NORMS, "norm_f", "final_layernorm", "embedding_norm", "layer_norm")  # after the last layer
+_NORMS = (*FINAL_NORMS, "layer_norm")  # after the last layer
 
 
 @dataclass

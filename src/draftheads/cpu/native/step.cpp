@@ -230,7 +230,7 @@ enum { kQueries, kKeys, kValues, kGates, kShares, kSteps, kPlaces };  // of a re
 struct Recurrence {
     const float *taps, *tap_bias;  // (taps, channels) of the convolution, and (channels,) or null
     const float *decay, *step_bias, *skip;  // (heads,): a step decays by e^(decay * softplus(step + bias)); skip may be null
-    Norm norm;                     // of outputs
+    Norm norm;                     // of the outputs of all heads
     Place places[kPlaces];
     int32_t place, unused;         // among the layers of its kind
 };
@@ -253,7 +253,10 @@ struct Layer {
 enum MixingKind : int { kNoMixing = 0, kDeltaRule = 1, kStateSpace = 2, kShortConvolution = 3 };
 struct Mixing {
     int32_t kind, groups, heads, rows, values, taps;  // rows: numbers of a key; values: of a head's value
-    float share_factor;
+    int32_t normed;       // numbers of outputs that are normed together; 0: none
+    int32_t gates_first;  // outputs are gated before they are normed
+    float share_factor;   // of the delta rule, times sigmoid(share)
+    float least_step, most_step;
     int32_t unused;
 };
 
@@ -688,7 +691,8 @@ void pass_of(const Job &job, uint32_t number) {
                     std::memcpy(work.qkv + t * work.width + first + block * kBlock, y + t * kBlock, 4 * outputs);
             }) &&
             (outline.is_recurrent()
-                 ? pool->share(part++, number, tokens * mixing.groups,
+                 ? (mixing.kind != kShortConvolution || each([&](int token) { open_gates(work, *now.recurrence, token); })) &&
+                       pool->share(part++, number, tokens * mixing.groups,
                                [&](int task) { convolve_group(work, *now.recurrence, task / mixing.groups, task % mixing.groups); }) &&
                        pool->share(part++, number, p.texts * walks,
                                    [&](int task) {
@@ -1135,7 +1139,8 @@ const char *draftheads_layout() {
         FIELD(Layer, query_norm), FIELD(Layer, key_norm), FIELD(Layer, sinks), FIELD(Layer, experts), FIELD(Layer, window),
         FIELD(Layer, turns), FIELD(Layer, recurrence), FIELD(Layer, cache), FIELD(Layer, unused), FIELD(Mixing, kind),
         FIELD(Mixing, groups), FIELD(Mixing, heads), FIELD(Mixing, rows), FIELD(Mixing, values), FIELD(Mixing, taps),
-        FIELD(Mixing, share_factor), FIELD(Mixing, unused), FIELD(Model, size), FIELD(Model, heads), FIELD(Model, groups), FIELD(Model, head_size),
+        FIELD(Mixing, normed), FIELD(Mixing, gates_first), FIELD(Mixing, share_factor), FIELD(Mixing, least_step),
+        FIELD(Mixing, most_step), FIELD(Mixing, unused), FIELD(Model, size), FIELD(Model, heads), FIELD(Model, groups), FIELD(Model, head_size),
         FIELD(Model, turned), FIELD(Model, key_first), FIELD(Model, value_first), FIELD(Model, query_step),
         FIELD(Model, key_step), FIELD(Model, layers), FIELD(Model, cache_kind), FIELD(Model, state_kind),
         FIELD(Model, embedding_kind), FIELD(Model, vocab), FIELD(Model, is_parallel), FIELD(Model, turns_neighbours),

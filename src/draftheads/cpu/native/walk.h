@@ -100,6 +100,7 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 void convolve_group(const Work &work, const Recurrence &layer, int token, int group) {
     const Mixing &x = work.model.mixing;
     const Mixed mixed = mixed_of(work, token);
+    if (x.kind == kShortConvolution) return convolve(work, layer, token, group, segment_of(x, layer, group, kValues), x.values, mixed.out);
     const float *row = work.qkv + token * work.width;
     float *query = mixed.queries + int64_t(group) * x.rows, *key = mixed.keys + int64_t(group) * x.rows;
     for (int which = 0; which < 2; which++) {
@@ -124,10 +125,17 @@ void convolve_group(const Work &work, const Recurrence &layer, int token, int gr
             const Place &place = layer.places[which];
             return row[place.first + int64_t(group) * place.step + i];
         };
-        const float step = softplus(number(kSteps) + layer.step_bias[head]);
+        const float step = std::min(std::max(softplus(number(kSteps) + layer.step_bias[head]), x.least_step), x.most_step);
         mixed.decays[head] = std::exp(layer.decay[head] * step);
-        mixed.shares[head] = x.share_factor / (1.0f + std::exp(-number(kShares)));
+        mixed.shares[head] = x.kind == kStateSpace ? step : x.share_factor / (1.0f + std::exp(-number(kShares)));
     }
+}
+
+// What a short convolution reads: values times their gates before it, which stand in the place of steps.
+void open_gates(const Work &work, const Recurrence &layer, int token) {
+    float *row = work.qkv + token * work.width, *values = row + layer.places[kValues].first;
+    const float *gates = row + layer.places[kSteps].first;
+    for (int i = 0; i < work.model.mixing.values; i++) values[i] *= gates[i];
 }
 
 // The walk of one part of a head's state over the nodes of a text. States of nodes are made where children need them: in
@@ -219,12 +227,20 @@ void finish(const Work &work, const Recurrence &layer, int token, float *out) {
     const Mixed mixed = mixed_of(work, token);
     const float *row = work.qkv + token * work.width;
     const int64_t columns = columns_of(x), channels = channels_of(x);
-    for (int head = 0; head < heads_of(x); head++, out += x.values) {
-        const Place &place = layer.places[kGates];
-        const float *gate = row + place.first + int64_t(head / x.heads) * place.step + head % x.heads * x.values;
-        kernels->norm(layer.norm, mixed.out + head * columns, x.values, out);
-        kernels->gate({kSilu, 0.0f, 0.0f}, gate, out, x.values, out);
-    }
+    auto close = [&] {
+        for (int head = 0; head < heads_of(x); head++) {
+            const Place &place = layer.places[kGates];
+            const float *gate = row + place.first + int64_t(head / x.heads) * place.step + head % x.heads * x.values;
+            float *of_head = out + head * x.values;
+            if (x.kind != kShortConvolution) kernels->gate({kSilu, 0.0f, 0.0f}, gate, of_head, x.values, of_head);
+            else for (int i = 0; i < x.values; i++) of_head[i] *= gate[i];
+        }
+    };
+    for (int head = 0; head < heads_of(x); head++) std::memcpy(out + head * x.values, mixed.out + head * columns, 4 * x.values);
+    if (x.gates_first) close();
+    for (int at = 0; x.normed && at < heads_of(x) * x.values; at += x.normed)
+        kernels->norm({layer.norm.scale + at, nullptr, layer.norm.epsilon, 0}, out + at, x.normed, out + at);
+    if (!x.gates_first) close();
     auto copy_inputs = [&](int of, float *to) {
         for (int group = 0; group < x.groups; group++)
             for (int which = 0; which < 3; which++) {
@@ -236,6 +252,7 @@ void finish(const Work &work, const Recurrence &layer, int token, float *out) {
     if (p.ancestors) {
         float *record = record_of(work, t.text, layer, token - t.first);
         copy_inputs(token, record);
+        if (!x.rows) return;
         record += channels;
         std::memcpy(record, mixed.keys, 4 * int64_t(x.groups) * x.rows);
         record += int64_t(x.groups) * x.rows;
