@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draft_paths import PathTable, node_numbers, number_of
 from draftheads.settings import SamplingSettings
+from draftheads.speculation import accept as rules
 from draftheads.speculation.accept import accept
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import AcceptResult, Context, Draft
@@ -377,6 +378,42 @@ def judge(
 
 
 TYPICAL = SamplingSettings(temperature=1.0, acceptance="typical")
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_typical_nodes_are_the_same_bits_if_only_those_that_are_reached_are_judged(
+    num_rows: int, penalty: float, two_threads: None
+) -> None:
+    """The sum of so many tokens is shared by threads where a row is alone. All nodes are judged on other devices."""
+    num_tokens, num_nodes = 40_000, 16
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = 4 * torch.randn(num_rows, num_nodes, num_tokens, generator=generator)
+    parents = torch.tensor([[max(0, (n - 1) // 3) for n in range(num_nodes)]])
+    root, places = torch.tensor([0]), (torch.arange(num_nodes) - 1) % 3
+    tokens = logits.topk(3).indices[:, parents[0], places]  # (B, N): each node's three best
+    ancestors = ancestors_of(parents, num_nodes)
+    draft = Draft(tokens, parents, ancestors.sum(2) - 1, ancestors, 3)
+    own = replace(TYPICAL, temperature=0.9, repetition_penalty=penalty)
+    rows = RowSettings.of([own, replace(own, typical_epsilon=0.3), own][:num_rows], vocab_size=num_tokens, device=CPU)
+    seen = seen_in([[7, int(row[0])] for row in tokens], num_tokens, PROMPT) if penalty != 1.0 else None
+    all_chances, all_kept = rules._judged_all(draft, logits, rows, seen)
+    chances, kept = rules._judged_reached(draft, logits, rows, seen)
+    assert kept.tolist() == all_kept.tolist()
+    assert 0 < kept[:, 1:].sum() < kept[:, 1:].numel()
+    judged = kept.gather(1, parents.expand_as(kept)) & (draft.depths > 0)
+    assert chances[judged].tolist() == all_chances[judged].tolist()
+    assert set(chances[~judged].tolist()) == {1.0}
+    alone, together = (rules._thresholds(part, rows.at(root))[1] for part in (logits[0, :1], logits[0]))
+    assert alone.tolist() == together[:1].tolist()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

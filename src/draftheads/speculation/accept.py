@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from draftheads.speculation.draft import AcceptResult, Draft
-from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, draw, most_likely, penalised, probabilities
+from draftheads.speculation.sampling import (
+    RowSettings,
+    SeenTokens,
+    choose,
+    draw,
+    most_likely,
+    penalised,
+    per_row,
+    probabilities,
+)
 
 # logits (B, V) at nodes (B,) -> scores (B, V), which may depend on the text up to there
 Processed = Callable[[Tensor, Tensor], Tensor]
@@ -49,10 +58,12 @@ def accept(
             a row asks for rejection.
         processed: changes logits before penalties; called for few nodes, unless a row accepts otherwise than exactly.
     """
-    verdict = _exact(draft, logits, rows, uniforms, seen, processed=processed)
+    verdict = None if rows.all_typical else _exact(draft, logits, rows, uniforms, seen, processed=processed)
     if processed is not None and (rows.any_typical or rows.any_rejection):
         nodes = torch.zeros_like(draft.token_ids[:, 0])
         logits = torch.stack([processed(logits[:, n], nodes + n) for n in range(draft.num_nodes)], 1)
+    if verdict is None:
+        return _longest_typical(draft, logits, rows, seen)
     if rows.any_typical:
         verdict = _where(rows.typical, _longest_typical(draft, logits, rows, seen), verdict)
     if rows.any_rejection and draft.sampled:
@@ -181,32 +192,23 @@ def _longest_block(
     assert draft.log_probs is not None
     batch = torch.arange(len(logits), device=logits.device)
     length = draft.num_nodes - 1
-    p = probabilities(penalised(logits, rows, _seen_at_nodes(draft, seen)), rows)  # (B, L + 1, V)
+    nodes = torch.arange(length + 1, device=logits.device)
+    p = probabilities(penalised(logits, rows, _seen_at(draft, seen, batch[:, None], nodes)), rows)  # (B, L + 1, V)
     chances, left = block_chances(p, draft.probs[:, :-1].double(), draft.token_ids[:, 1:])
     present = (draft.log_probs[:, 1:] > -torch.inf).int().cumprod(1).bool()
     uniforms = uniforms.view(len(logits), length + 1, -1)
     kept = (uniforms[:, :length, 0] < chances) & present  # (B, L)
     steps = torch.arange(1, length + 1, device=logits.device)
     count = (kept * steps).amax(1) if length else torch.zeros_like(batch)
-    path = torch.arange(length + 1, device=logits.device).expand(len(logits), -1)
-    path = torch.where(path <= count[:, None], path, 0)
+    path = torch.where(nodes <= count[:, None], nodes, 0)
     return AcceptResult(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
 
 
 def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> AcceptResult:
-    """Judge every node by its parent's distribution, then keep the deepest node whose whole path passed."""
+    """Judge nodes by their parents' distributions, then keep the deepest node whose whole path passed."""
     batch = torch.arange(len(logits), device=logits.device)
-    parents = draft.parents.expand_as(draft.token_ids)
     ancestors = draft.ancestors.expand(len(logits), -1, -1)
-    seen_nodes = _seen_at_nodes(draft, seen)
-    # (B, N, V): of all nodes, which takes longer than a plain step in fp64; nothing is drawn from it
-    probs = probabilities(penalised(logits, rows, seen_nodes), rows, dtype=torch.float32)
-    entropy = -(probs * probs.clamp_min(1e-30).log()).sum(-1)  # (B, N); three times as fast as torch.special.entr
-    threshold = torch.minimum(rows.epsilon[:, None], rows.delta[:, None] * (-entropy).exp())
-    likelihood = probs[batch[:, None], parents, draft.token_ids]  # (B, N)
-    is_typical = (likelihood > threshold.gather(1, parents)) & (draft.depths > 0)
-    is_typical[:, 0] = True  # the root is decided
-    kept = (is_typical[:, None] | ~ancestors).all(-1)
+    likelihood, kept = (_judged_reached if logits.device.type == "cpu" else _judged_all)(draft, logits, rows, seen)
     log_path = (likelihood.log().masked_fill(draft.depths == 0, 0.0)[:, None] * ancestors).nan_to_num(0.0).sum(-1)
     depths = draft.depths.expand_as(kept).masked_fill(~kept, -1)
     deepest = depths.amax(1, keepdim=True)
@@ -217,19 +219,58 @@ def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, seen: Seen
     on_path = ancestors[batch, node].int() * torch.arange(draft.num_nodes, 0, -1, device=logits.device)
     path = draft.num_nodes - on_path.topk(min(draft.max_depth + 1, draft.num_nodes), dim=1).values
     path = torch.where(steps < num_accepted[:, None], path, 0)
-    seen_there = None if seen_nodes is None else seen_nodes[batch, node]
-    next_ids = most_likely(penalised(logits[batch, node], rows, seen_there))
+    next_ids = most_likely(penalised(logits[batch, node], rows, _seen_at(draft, seen, batch, node)))
     return AcceptResult(path, num_accepted, next_ids)
 
 
-def _seen_at_nodes(draft: Draft, seen: SeenTokens | None) -> SeenTokens | None:
-    """(B, N, V): the text and the tokens on each node's own path; None without ``seen``."""
+def _judged_all(draft: Draft, logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> tuple[Tensor, Tensor]:
+    """(B, N): p(x) at each node's parent, and whether the whole path is typical. The host reads nothing."""
+    parents = draft.parents.expand_as(draft.token_ids)
+    batch, nodes = (torch.arange(count, device=parents.device) for count in parents.shape)
+    probs, threshold = _thresholds(penalised(logits, rows, _seen_at(draft, seen, batch[:, None], nodes)), rows)
+    likelihood = probs[batch[:, None], parents, draft.token_ids]
+    is_typical = (likelihood > threshold.gather(1, parents)) & (draft.depths > 0)
+    is_typical[:, 0] = True  # the root is decided
+    return likelihood, (is_typical[:, None] | ~draft.ancestors).all(-1)
+
+
+def _judged_reached(draft: Draft, logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> tuple[Tensor, Tensor]:
+    """The same of nodes below typical ones only, depth by depth; p(x) of the others is 1."""
+    parents = draft.parents.expand_as(draft.token_ids)
+    likelihood, kept = torch.ones(parents.shape), torch.zeros_like(parents, dtype=torch.bool)
+    kept[:, 0] = True
+    for depth in range(1, draft.max_depth + 1):
+        is_reached = (draft.depths == depth) & kept.gather(1, parents) & rows.typical[:, None]
+        row, node = is_reached.nonzero(as_tuple=True)
+        if not len(row):
+            break
+        above, place = (row * draft.num_nodes + parents[row, node]).unique(return_inverse=True)
+        of, at = above // draft.num_nodes, above % draft.num_nodes  # (F,) each parent's row and node, once
+        own = rows.at(of)
+        probs, threshold = _thresholds(penalised(logits[of, at], own, _seen_at(draft, seen, of, at)), own)
+        likelihood[row, node] = probs[place, draft.token_ids[row, node]]
+        kept[row, node] = likelihood[row, node] > threshold[place]
+    return likelihood, kept
+
+
+def _thresholds(scores: Tensor, rows: RowSettings) -> tuple[Tensor, Tensor]:
+    """Of penalised logits (B, …, V): their probabilities, and min(ε, δ·exp(−H)) (B, …)."""
+    # not in fp64, which takes longer than a plain step; nothing is drawn from it
+    probs = probabilities(scores, rows, dtype=torch.float32)
+    terms = probs * probs.clamp_min(1e-30).log()  # three times as fast as torch.special.entr
+    # threads share the sum of a row that is alone, which rounds it otherwise: so there are always two
+    entropy = -terms.expand(max(2, len(terms)), *terms.shape[1:]).sum(-1)[: len(terms)]
+    return probs, torch.minimum(per_row(rows.epsilon, entropy), per_row(rows.delta, entropy) * (-entropy).exp())
+
+
+def _seen_at(draft: Draft, seen: SeenTokens | None, row: Tensor, node: Tensor) -> SeenTokens | None:
+    """(…, V): the text and the tokens on the paths of nodes (…) of rows (…); None without ``seen``."""
     if seen is None:
         return None
-    below = draft.token_ids[:, None, 1:].expand(-1, draft.num_nodes, -1)  # the root is in the text already
-    on_path = draft.ancestors[:, :, 1:].expand_as(below).int()
-    counts = seen.in_answer[:, None].repeat(1, draft.num_nodes, 1).scatter_add_(2, below, on_path)
-    return SeenTokens(seen.in_prompt[:, None].expand_as(counts), counts)
+    on_path = draft.ancestors.expand(len(draft.token_ids), -1, -1)[row, node][..., 1:].int()
+    below = draft.token_ids[row][..., 1:].expand_as(on_path)  # the root is in the text already
+    counts = seen.in_answer[row].expand(*on_path.shape[:-1], -1).scatter_add(-1, below, on_path)
+    return SeenTokens(seen.in_prompt[row], counts)
 
 
 def sibling_chances(target: Tensor, drafter: Tensor, token_ids: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class RowSettings:
     any_penalty: bool  # of the three
     any_count_penalty: bool  # frequency or presence
     any_typical: bool
+    all_typical: bool
     any_rejection: bool  # or block
 
     @classmethod
@@ -74,6 +75,7 @@ class RowSettings:
             any_penalty=any(map(has_penalty, settings)),
             any_count_penalty=any(s.frequency_penalty or s.presence_penalty for s in settings),
             any_typical="typical" in rules,
+            all_typical={*rules} == {"typical"},
             any_rejection="rejection" in rules or "block" in rules,
         )
 
@@ -85,9 +87,13 @@ class RowSettings:
     @cached_property
     def of_drawn(self) -> Self:
         """The settings of the S rows whose next token is drawn."""
+        return self.at(self.drawn)
+
+    def at(self, rows: Tensor) -> Self:
+        """The settings of some rows, (S,) indices, of which each may be there several times."""
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "drawn"}
-        picked: dict[str, Any] = {name: part[self.drawn] for name, part in columns.items() if isinstance(part, Tensor)}
-        return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
+        picked: dict[str, Any] = {name: part[rows] for name, part in columns.items() if isinstance(part, Tensor)}
+        return replace(self, **picked, drawn=torch.arange(len(rows), device=rows.device))
 
 
 class Filter(NamedTuple):
@@ -164,14 +170,14 @@ def penalised(logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> Ten
     """
     if not rows.any_penalty or seen is None:
         return logits
-    penalty = _per_row(rows.repetition_penalty, logits)  # in fp32: a product with bf16 logits is not rounded
+    penalty = per_row(rows.repetition_penalty, logits)  # in fp32: a product with bf16 logits is not rounded
     changed = torch.where(logits < 0, logits * penalty, logits / penalty)
     is_new = seen.in_answer > 0
     scores = torch.where(seen.in_prompt | is_new, changed, logits)
     if not rows.any_count_penalty:
         return scores
-    scores = scores - _per_row(rows.frequency_penalty, logits) * seen.in_answer
-    return scores - _per_row(rows.presence_penalty, logits) * is_new
+    scores = scores - per_row(rows.frequency_penalty, logits) * seen.in_answer
+    return scores - per_row(rows.presence_penalty, logits) * is_new
 
 
 def probabilities(scores: Tensor, rows: RowSettings, *, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -180,11 +186,11 @@ def probabilities(scores: Tensor, rows: RowSettings, *, dtype: torch.dtype = tor
     Greedy rows get the distribution at temperature 1; nothing reads it.
     """
     temperature = torch.where(rows.greedy, 1.0, rows.temperature)
-    scaled = scores.to(dtype) / _per_row(temperature, scores).to(dtype)
+    scaled = scores.to(dtype) / per_row(temperature, scores).to(dtype)
     if rows.filters:
         ordered, order = scaled.sort(-1, descending=True)
         for place, each in enumerate(rows.filters):
-            out = each.leaves_out(ordered, _per_row(rows.filter_values[:, place], scores))
+            out = each.leaves_out(ordered, per_row(rows.filter_values[:, place], scores))
             ordered = ordered.masked_fill(out, -torch.inf)
         scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
     return scaled.softmax(-1)
@@ -254,5 +260,6 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(ids, last)[:, 0]
 
 
-def _per_row(values: Tensor, like: Tensor) -> Tensor:
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """Values (B,) of rows -> (B, 1, …), with as many dimensions as the other tensor has."""
     return values.reshape(-1, *(1 for _ in like.shape[1:]))
