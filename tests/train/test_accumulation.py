@@ -42,7 +42,8 @@ class RandomTexts(Documents):
 def gradients_of(module: nn.Module, batches: PlannedTexts, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """What a step reports, and its gradients in one vector."""
     module.zero_grad()
-    found = trainer._gradients(module, batches, 1, len(batches), inputs, bf16=False)
+    order = range(len(batches))
+    found = trainer._gradients(module, batches, map(batches.__getitem__, order), 1, order, inputs=inputs, bf16=False)
     return found, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 

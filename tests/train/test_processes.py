@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftheads.data.features import Texts
 from joint_world import on_disk
-from training_world import lines
+from training_world import counting_chats, lines, write_chats
 
 # shards that both processes have to read, batches that are accumulated, and no dropout, which each process draws
 PROGRAM = """
@@ -149,3 +150,84 @@ def test_two_processes_tune_the_same_model_as_one(world: Path, kind: str, head: 
     assert_same_training(one, two, head, model)
     moved, before = load_file(one / model), load_file(world / "model" / "model.safetensors")
     assert any(float((moved[name] - before.get(name, 0)).abs().max()) > 0 for name in moved if "lora_A" not in name)
+
+
+# --- hosts without a shared disk: two launchers in two folders, as on two machines ---
+
+# writes its batches as tokens; with GIVEN a process has the batches of two hosts, in turn
+HOST = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from draftheads.cli.main import main
+from draftheads.data import features as stores
+from draftheads.train import training, training_data
+stores.TOKENS_PER_SHARD = 256
+plan_training = training_data.plan_training
+def planned(store, options):
+    found = plan_training(store, options)
+    texts = [list(text.token_ids) for text in store.texts]
+    Path("plan.json").write_text(json.dumps([[texts[i] for i in batch] for batch in found.plan]))
+    if (given := Path("given.json")).exists():
+        plan = [[texts.index(text) for text in batch] for batch in json.loads(given.read_text())]
+        found = replace(found, plan=plan, batches_per_step=2, stages=(training_data.Stage(len(plan) // 2),))
+    return found
+training.plan_training = planned
+sys.exit(main())
+"""
+
+
+def start_in(folder: Path, *launcher: str, data: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(HOST, encoding="utf-8")
+    arguments = ("train", *HEADS, *COMMON, "--model", "../model", "--data", *data.split(), "--out", "out")
+    return subprocess.Popen(
+        [sys.executable, *launcher, "program.py", *arguments, "--features", "states"],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("have_equal_files", [False, True])
+def test_two_hosts_without_a_shared_disk_train_the_head_of_one(tmp_path: Path, have_equal_files: bool):
+    """Each has the hidden states of its own texts only, a part of the files or every second text."""
+    on_disk(tmp_path / "model")
+    chats = counting_chats(61)
+    hosts = [tmp_path / name for name in ("one", "two")]
+    endpoint = f"localhost:{free_port()}"
+    running = []
+    for host, part in zip(hosts, (chats[:35], chats[35:]), strict=True):
+        host.mkdir()
+        write_chats(host / "chats.jsonl", chats if have_equal_files else part)
+        nodes = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+        running.append(
+            start_in(host, *nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, data="chats.jsonl")
+        )
+    outputs = list(map(finish, running))
+    texts = [Texts.open(host / "states" / "texts") for host in hosts]
+    assert sum(map(len, texts)) == len(chats), outputs
+    assert min(map(len, texts)) >= 26
+    assert sorted(len(list((host / "out").glob("*.safetensors"))) for host in hosts) == [0, 1]
+    assert not any((host / "out" / name).exists() for host in hosts for name in ("texts", "checkpoints", "run.json"))
+    first = next(host for host in hosts if (host / "out" / "model.safetensors").exists())
+    order = (first, *(host for host in hosts if host != first))
+    plans = [json.loads((host / "plan.json").read_text()) for host in order]
+    assert len(plans[0]) == len(plans[1])
+    (tmp_path / "both").mkdir()
+    write_chats(tmp_path / "both" / "all.jsonl", chats)
+    (tmp_path / "both" / "given.json").write_text(
+        json.dumps([batch for pair in zip(*plans, strict=True) for batch in pair])
+    )
+    finish(start_in(tmp_path / "both", data="all.jsonl"))
+    own, other = lines(first / "out"), lines(tmp_path / "both" / "out")
+    assert len(own) == len(other) == len(plans[0])
+    for name in ("loss", "grad_norm"):
+        assert own[0][name] == pytest.approx(other[0][name], rel=1e-5), "the gradient of one process"
+        assert [line[name] for line in own] == pytest.approx([line[name] for line in other], rel=1e-4)
+    tensors, expected = (load_file(folder / "out" / "model.safetensors") for folder in (first, tmp_path / "both"))
+    for name, tensor in tensors.items():
+        assert float((tensor - expected[name]).abs().max()) < 1e-4, name
+    shutil.rmtree(tmp_path)

@@ -250,7 +250,7 @@ def test_two_runs_cannot_write_one_folder(features: Path, whole: Path, data: Pat
         assert silent.stages == []
 
 
-def test_only_the_first_of_several_processes_locks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(processes, "is_first", lambda: False)
+def test_of_several_processes_one_locks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "writes", lambda _: False)
     with locked(tmp_path, ""), RunFolder(train_options(tmp_path, tmp_path)).lock():
         pass

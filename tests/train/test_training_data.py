@@ -7,13 +7,14 @@ import shutil
 from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
+from threading import current_thread
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from draftheads.data import features as stores
-from draftheads.data.batches import split_held_out
+from draftheads.data.batches import PlannedBatches, split_held_out
 from draftheads.data.features import LiveStore, Texts, has_room, needed_bytes
 from draftheads.data.lines import LeftOut
 from draftheads.data.texts import EncodedChat, load_blocks, load_texts
@@ -35,6 +36,7 @@ from training_world import (
     lines,
     stop_by_crash,
     train_for,
+    train_options,
     write_chats,
 )
 from vllm_files import extract_as_vllm
@@ -242,6 +244,18 @@ def test_stored_hidden_states_are_those_of_the_texts_and_the_weights(target: Tar
     np.memmap(folder / "texts" / "token_ids", np.int32, "r+")[3] += 1
     with pytest.raises(DataError, match="made of other texts or weights"):
         train_for(target, chat_options(tmp_path / "out", data=(chats,), features=folder))
+
+
+def test_stored_batches_are_read_by_a_thread_while_others_are_computed(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    readers, read = list[str](), PlannedBatches.__getitem__
+    monkeypatch.setattr(
+        PlannedBatches, "__getitem__", lambda self, i: readers.append(current_thread().name) or read(self, i)
+    )
+    train_for(target, train_options(tmp_path / "out", features, epochs=1))
+    assert len(readers) == len(lines(tmp_path / "out"))
+    assert "MainThread" not in readers
 
 
 # --- texts in arrays ---

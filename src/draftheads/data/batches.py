@@ -145,13 +145,13 @@ def plan_batches(
     return plan
 
 
-def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[list[int]]:
+def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int, least_steps: int = 0) -> list[list[int]]:
     """The plan, with its first batches repeated at the end until the last step is full.
 
     >>> in_whole_steps([[0], [1], [2]], 2)
     [[0], [1], [2], [0]]
     """
-    missing = -len(plan) % batches_per_step
+    missing = max(-len(plan) % batches_per_step, least_steps * batches_per_step - len(plan))
     return [*plan, *(plan[i % len(plan)] for i in range(missing))]
 
 

@@ -377,7 +377,7 @@ def _blocks(
     before, after = ids_around(tokenizer)
     end = after if after and after[-1] in eos_ids else [*after, *sorted(eos_ids)[:1]]
 
-    def pieces() -> Iterator[tuple[str, Any, str]]:
+    def pieces() -> Iterator[tuple[str, Any, Any]]:
         for parts, place in texts:
             yield place, list, before
             yield from zip(repeat(place), chain([ids_of], repeat(continuing_ids)), text_pieces(tokenizer, parts))

@@ -133,12 +133,12 @@ def new_head(
     if start is not None:
         vocab = start.vocab(options.draft_vocab_size)
     elif 0 < options.draft_vocab_size < target.vocab_size:
-        vocab = frequent_tokens(target, store, documents, options.draft_vocab_size)
+        vocab = processes.every(frequent_tokens(target, store, documents, options.draft_vocab_size))[0]
     config_class, head_class = head_classes(options.method)
     scale = getattr(start and start.saved.config, "embedding_scale", None)
     if scale is None:
         is_measured = getattr(config_class, "scales_embedding", False)
-        scale = embedding_scale(weights, store, documents) if is_measured else 1.0
+        scale = processes.every(embedding_scale(weights, store, documents))[0] if is_measured else 1.0
     head = head_class(head_config(options, {**_sizes(target, start, vocab), "embedding_scale": scale}))
     head.to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))

@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import read_meta, stored
@@ -64,13 +62,13 @@ class RunFolder:
         self.head, self.checkpoints = self.path / head_name, self.path / "checkpoints"
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """A ``with`` block in which no other run writes there. Of several processes, the first holds the lock."""
+        """A ``with`` block in which no other run writes there. Of several processes, one has the lock."""
         if self.path.exists() and not self.path.is_dir():
             raise InvalidSettings(f"--out is {self.path}, which is a file: name a folder")
         kind = kind_of_folder(self.head) if self.head.is_dir() else None
         if kind not in (None, "draft head"):
             raise InvalidSettings(f"--out is {self.path}, which holds a {kind}: name another --out")
-        return locked(self.path, "name another --out") if processes.is_first() else contextlib.nullcontext()
+        return locked(self.path, "name another --out") if processes.writes(self.path) else contextlib.nullcontext()
 
     def checkpoint(self) -> Path | None:
         """The newest checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
@@ -86,9 +84,7 @@ class RunFolder:
         begun = _recorded(path) if path.exists() else {}
         stored = read_meta(options.features or self.path / "features")
         known = begun.get("date") or (stored and stored.date)
-        here = torch.tensor(time.time() if processes.is_first() else 0.0, dtype=torch.float64)
-        now = int(processes.total(here.to(processes.device())))
-        return str(known or datetime.fromtimestamp(now, UTC).astimezone().isoformat())
+        return str(processes.every(known or datetime.fromtimestamp(int(time.time()), UTC).astimezone().isoformat())[0])
 
     def tidy_checkpoints(self) -> None:
         """Removes what kills left half-written; where nothing is resumed, also the best of an earlier run."""
@@ -126,7 +122,7 @@ class RunFolder:
     def claim(self, data: TrainingData, *, model: str, start: Start | None) -> None:
         """Writes what the run depends on. If it resumes from a checkpoint, the same must be there."""
         date = self.date
-        if not processes.is_first():
+        if not processes.writes(self.path):
             return
         path = self.path / "run.json"
         settings = self._settings()

@@ -9,9 +9,11 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from draftheads.data.batches import PlannedTexts
+from draftheads.data.features import FeatureStore
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model_config import default_device, default_dtype
@@ -33,6 +36,7 @@ from draftheads.train.report import BEST
 from draftheads.train.run_folder import RunFolder, find_checkpoint, step_of
 from draftheads.train.training_data import TrainingData
 from draftheads.utils.files import write_atomic
+from draftheads.utils.machine import ahead
 from draftheads.utils.progress import Progress
 
 
@@ -64,7 +68,7 @@ def fit(
 
     ``validate`` measures the head as it is now: before the first step, with every checkpoint and at the ends of epochs.
     Its results go to ``validation.jsonl``. A learner with a lower loss than all before is saved, too. Of several
-    processes only the first one validates and writes.
+    processes only the first one validates. It writes, and on hosts with a disk of their own one writes checkpoints.
 
     Returns:
         The number of steps that were done before.
@@ -73,27 +77,35 @@ def fit(
     set_seed(options.seed)
     highest = [group["lr"] for group in optimizer.param_groups]
     rates = steps.rates if len(steps.rates) == len(highest) else [steps.rates[0]] * len(highest)
-    if processes.is_first():
+    own = processes.group(folder.path)
+    if own.number == 0:
         folder.tidy_checkpoints()
     checkpoint = folder.checkpoint()
     first_step = 0 if checkpoint is None else _load(checkpoint, learner, optimizer)
+    if len(begun := {*processes.every(first_step)}) > 1:
+        fix = "copy the newest checkpoint to all hosts, or delete all checkpoints"
+        raise StorageError(f"hosts have checkpoints of different steps in {folder.checkpoints}: {sorted(begun)}; {fix}")
     log, held_out = StepLog(folder.path / "log.jsonl", first_step), _HeldOut(folder, learner, validate, first_step)
     model = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # of other types than fp32 is only the pass below
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=not steps.all_are_trained)],
     ).prepare_model(learner)
-    parts, bf16, total = data.batches_per_step // processes.count(), computes_in_bf16(options), data.num_steps
+    indices = list(data.batches_of(own, first_step))
+    bf16, total = computes_in_bf16(options), data.num_steps
     parameters = [parameter for parameter in learner.parameters() if parameter.requires_grad]
     recent: deque[tuple[float, int]] = deque(maxlen=10)  # mean losses over the heads, and predictions
     if first_step == 0:
         held_out.measure(0)
-    with _interruptible() as interrupted:
+    with _interruptible() as interrupted, ThreadPoolExecutor(1) as reader:
+        order = chain.from_iterable(indices)  # stored batches are read while the one before is computed
+        is_stored = isinstance(data.store, FeatureStore)
+        read = ahead(reader, batches.__getitem__, order, 1) if is_stored else map(batches.__getitem__, order)
         for step in range(first_step + 1, total + 1):
             inputs = steps.inputs(step - 1)
             for group, rate, most in zip(optimizer.param_groups, rates, highest, strict=True):
                 group["lr"] = most * rate(step - 1)
-            means = _gradients(model, batches, step, parts, inputs, bf16=bf16)
+            means = _gradients(model, batches, read, step, indices[step - first_step - 1], inputs=inputs, bf16=bf16)
             norm = nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -138,23 +150,28 @@ class _HeldOut:
 
 
 def _gradients(
-    model: Any, batches: PlannedTexts, step: int, parts: int, inputs: dict[str, Any], *, bf16: bool
+    model: Any,
+    batches: PlannedTexts,
+    read: Iterator[dict[str, Any]],
+    step: int,
+    indices: Sequence[int],
+    *,
+    inputs: dict[str, Any],
+    bf16: bool,
 ) -> dict[str, Any]:
     """Gradients of a step's batches, as of one large batch, and what the learner reports of it.
 
-    Process p of n has every n-th batch, from p on; each has so many ``parts``. The predictions of all are counted
-    first: each sum of losses is divided by their number, so a prediction weighs the same in every batch.
+    ``indices`` are the batches of this process, and ``read`` has them in their order. The predictions of all processes
+    are counted first: each sum of losses is divided by their number, so a prediction weighs the same in every batch.
     """
-    device, number, count = processes.device(), processes.number(), processes.count()
+    device, count = processes.device(), processes.count()
     reported: dict[str, list[Tensor]] = {}
     model.train()
-    indices = [((step - 1) * parts + part) * count + number for part in range(parts)]
     counts = [getattr(model, "module", model).count(**send_to_device(batches.texts(i), device)) for i in indices]
     numbers = processes.total(torch.stack([each["numbers"] for each in counts]).sum(0))
-    for part, index in enumerate(indices):
-        batch = batches[index]
+    for part, batch in enumerate(islice(read, len(indices))):
         documents = batch.pop("documents").tolist()
-        is_waiting = count > 1 and part < parts - 1  # the processes exchange gradients after the last part
+        is_waiting = count > 1 and part < len(indices) - 1  # the processes exchange gradients after the last part
         with model.no_sync() if is_waiting else nullcontext():
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 output = model(**send_to_device(batch, device), **inputs, **{**counts[part], "numbers": numbers})
@@ -251,7 +268,7 @@ def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer
         random["cuda"] = torch.cuda.get_rng_state()
     state = {"learner": learner.state_dict(), "optimizer": optimizer.state_dict()}
     state["random"] = gather_object([random])  # of each process
-    if processes.is_first():
+    if processes.writes(folder.path):
         _write(folder, "checkpoint", step, state)
 
 

@@ -84,7 +84,7 @@ class Run:
         """The whole run; returns the report, in the first process at least."""
         self.check_packages()
         with self.folder.lock():
-            metrics = self.folder.complete_metrics()
+            metrics = processes.every(self.folder.complete_metrics())[0]
             if metrics is not None:
                 self.progress.stage(f"{self.options.out} is complete already: nothing is left to do")
                 if processes.is_first():
@@ -110,6 +110,7 @@ class Run:
             speed, report = self.train(), None
             if processes.is_first():
                 report = self.measure_and_save(speed)
+            if processes.writes(self.options.out):
                 self.tidy_up()
             processes.wait()
         except KeyboardInterrupt:
@@ -219,7 +220,8 @@ class Run:
         parts = self.trained, self.optimizer(), self.steps(), self.batches(), self.folder
         first_step = fit(*parts, data=self.data, progress=self.progress, validate=self.validate)
         seconds = time.monotonic() - started
-        num_tokens = sum(self.data.tokens_per_step[first_step:])
+        own = sum(self.data.tokens_per_step[first_step:]) if processes.writes(self.options.out) else 0
+        num_tokens = sum(processes.every(own))
         return {
             "reading_seconds": round(self.reading_seconds, 1),
             "training_seconds": round(seconds, 1),

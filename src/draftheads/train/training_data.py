@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -29,6 +30,7 @@ from draftheads.data.files import files_in
 from draftheads.data.lines import LeftOut
 from draftheads.data.texts import EncodedChat, chat_texts, known_texts, limited, load_blocks
 from draftheads.data.vllm_features import MOST_LIKELY, ExtractedStore, check_likelihood
+from draftheads.errors import DataError
 from draftheads.models.chat_template import date_now, reads_variable, template_of
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
@@ -59,13 +61,20 @@ class TrainingData:
     training: list[int]  # documents from which at least one token can be predicted
     held_out: list[int]
     plan: list[list[int]]  # the documents of every batch; whole steps
-    batches_per_step: int  # of all processes together
+    batches_per_step: int  # of all processes that see one folder together
     stages: tuple[Stage, ...]
     epoch_ends: frozenset[int]  # steps, to the nearest one; also the end of the first stage
 
     @property
     def num_steps(self) -> int:
         return len(self.plan) // self.batches_per_step
+
+    def batches_of(self, group: processes.Group, first_step: int) -> Iterator[list[int]]:
+        """The numbers of the batches of this process in each step: every n-th of the group's batches."""
+        return (
+            [*range(step * self.batches_per_step + group.number, (step + 1) * self.batches_per_step, group.size)]
+            for step in range(first_step, self.num_steps)
+        )
 
     @property
     def tokens_per_step(self) -> list[int]:
@@ -77,8 +86,8 @@ class TrainingData:
 
     def sizes(self, documents: Sequence[int]) -> tuple[int, int]:
         """Tokens of some documents, and how many of them are learned."""
-        parts = map(self.store.texts.part, documents)
-        return tuple(map(sum, zip(*((len(ids), int(mask.sum())) for ids, mask in parts), strict=True)))
+        masks = [self.store.texts.part(i)[1] for i in documents]
+        return sum(map(len, masks)), int(sum(map(np.sum, masks)))
 
     def texts(self, documents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Token ids (T,) and loss mask (T,) of some documents."""
@@ -90,28 +99,21 @@ def read_texts(
 ) -> Texts:
     """Plain texts in blocks, and chats; ``left_out`` gets the lines that cannot be used.
 
-    One process writes them into a folder in ``--out``, and all others map it; so does a run that resumes.
+    One process writes them into a folder in ``--out``, and all others map it; so does a run that resumes. Hosts with
+    disks of their own read their own files; where all have the same files, each host takes every n-th text.
     """
-    folder, lost = options.out / TEXTS_FOLDER, LeftOut()
-    if processes.is_first():
-        lines, key = _lines_and_key(target, options)
-        if not (folder / "texts.json").exists() or Texts.open(folder).facts.get("key") != key:
-            most, mapped = options.max_tokens, by_all_cores
-            blocks = load_blocks(
-                target.tokenizer,
-                options.text,
-                eos_ids=target.eos_ids,
-                length=limited(options.max_length, target),
-                max_tokens=most,
-                left_out=lost,
-                mapped=mapped,
-            )
-            chats = chat_texts(
-                target, options.data, max_length=options.max_length, max_tokens=most, left_out=lost, mapped=mapped
-            )
-            texts = chain(blocks if options.text else (), chats if options.data else ())
-            known = known_texts(texts, target.vocab_size, lost)
-            Texts.write(folder, _shown(known, lines, progress or NoProgress()), {"key": key, "left_out": lost})
+    folder, lost, group = options.out / TEXTS_FOLDER, LeftOut(), processes.group(options.out)
+    lines, key = _lines_and_key(target, options) if group.number == 0 else ({}, "")
+    share = (group.index, group.count) if len({*processes.every(key)} - {""}) == 1 else (0, 1)
+    key = f"{key} {share}"
+    if group.number == 0 and not ((folder / "texts.json").exists() and Texts.open(folder).facts.get("key") == key):
+        given: dict[str, Any] = {"max_tokens": options.max_tokens, "left_out": lost, "mapped": by_all_cores}
+        length, eos_ids = limited(options.max_length, target), target.eos_ids
+        blocks = load_blocks(target.tokenizer, options.text, eos_ids=eos_ids, length=length, **given)
+        chats = chat_texts(target, options.data, max_length=options.max_length, **given)
+        texts = chain(blocks if options.text else (), chats if options.data else ())
+        own = islice(known_texts(texts, target.vocab_size, lost), share[0], None, share[1])
+        Texts.write(folder, _shown(own, lines, progress or NoProgress()), {"key": key, "left_out": lost})
     processes.wait()
     found = Texts.open(folder)
     (left_out if left_out is not None else {}).update(found.facts["left_out"])
@@ -161,18 +163,19 @@ def with_hidden_states(
     """The texts in a store: on the disk if there is room, else computed for each batch. The numbers are the same.
 
     With ``layers`` the store also has their inputs. A folder that vLLM wrote has its numbers.
-    Several processes share the work: each computes every n-th shard.
+    Several processes that see one folder share the work: each computes every n-th shard.
     """
+    group = processes.group(options.out)
     folder = options.features or options.out / "features"
     if is_extracted(folder):
         return ExtractedStore(target, texts, folder, layers)
     if processes.any_of(not has_room(target, texts, folder, layers)):
         progress.stage("the disk has too little room for hidden states: they are computed for each batch")
         return LiveStore(target, texts, layers)
-    if processes.is_first():
+    if group.number == 0:
         claim(target, texts, folder, layers)
     processes.wait()  # no process writes into a folder that holds something else
-    build_shards(target, texts, folder, progress, share=(processes.number(), processes.count()))
+    build_shards(target, texts, folder, progress, share=(group.number, group.size))
     processes.wait()
     return checked_store(target, folder, layers)
 
@@ -196,7 +199,10 @@ def checked_store(target: TargetModel, folder: Path | None, layers: Sequence[int
 
 
 def plan_training(store: Documents, options: TrainOptions) -> TrainingData:
-    """Holds texts out and decides all batches; the same for the same options."""
+    """Holds texts out and decides all batches; the same for the same options.
+
+    Hosts with texts of their own decide for themselves, and make as many steps as the one with the most.
+    """
     plain, chats = (_documents(store, options.max_tokens, plain=kind) for kind in (True, False))
     measured = chats or plain  # plain text is held out only if it is all there is
     token_ids, loss_masks = ([of[i] for i in measured] for of in (store.token_ids, store.loss_masks))
@@ -204,10 +210,11 @@ def plan_training(store: Documents, options: TrainOptions) -> TrainingData:
     training, held_out = ([measured[i] for i in part] for part in parts)
     held_out = sorted(held_out[:NUM_MEASURED])
     num_parts = -(-options.batch_tokens // MOST_BATCH_TOKENS)
-    per_step = num_parts * processes.count()
+    per_step = num_parts * processes.group(options.out).size
     size = -(-options.batch_tokens // num_parts)
     planned = partial(plan_batches, lengths=store.lengths, max_tokens=size, seed=options.seed)
-    plan = in_whole_steps(planned(training, num_epochs=options.epochs), per_step)
+    plan = planned(training, num_epochs=options.epochs)
+    plan = in_whole_steps(plan, per_step, max(processes.every(-(-len(plan) // per_step))))
     stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)
     if chats and plain:
         num_steps = max(1, round(stages[0].num_steps * TEXT_PART / (1 - TEXT_PART)))
@@ -215,6 +222,8 @@ def plan_training(store: Documents, options: TrainOptions) -> TrainingData:
         plan = [*_repeated(of_plain_text, num_batches=num_steps * per_step), *plan]
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=SECOND_STAGE_RATE))
         training = [*plain, *training]
+    if len({*processes.every(stages)}) > 1:
+        raise DataError("hosts have different kinds of texts: give all of them chats, or plain text, or both")
     first_steps, last_steps = len(plan) // per_step - stages[-1].num_steps, stages[-1].num_steps
     ends = {first_steps + round(last_steps * i / options.epochs) for i in range(options.epochs + 1)}
     return TrainingData(store, training, held_out, plan, per_step, stages, frozenset(ends))

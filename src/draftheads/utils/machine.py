@@ -229,6 +229,7 @@ class Environment:
     num_processes: int = _variable(
         "WORLD_SIZE", "processes of a training run, set by their launcher", lambda value: int(value or 1)
     )
+    host: int = _variable("GROUP_RANK", "number of the host, set by `torchrun`", lambda value: int(value or 0))
 
 
 NAMES = {each.name: each.metadata["name"] for each in fields(Environment)}  # of the variables, by field
