@@ -46,6 +46,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # heads that are no whole vectors, and s
         "mamba_n_heads": 4, "mamba_d_head": 40, "mamba_expand": 5, "mamba_d_state": 24, "residual_multiplier": 0.5,
         "shared_intermediate_size": 64,
     },
+    "qwen3_next": {
+        "num_experts": 5, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+        "linear_key_head_dim": 24, "linear_value_head_dim": 40, "linear_num_value_heads": 6,
+    },
+    "qwen3_5_moe_text": {"num_experts": 5, "moe_intermediate_size": 72, "linear_num_value_heads": 2},
     "bamba": {"num_hidden_layers": 3, "mamba_n_groups": 1, "mamba_d_state": 40},
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,7 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 64, "rotary_pct": 0.25},
     **(HYBRIDS if HAS_RECURRENT else {}),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -361,6 +366,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"rotary_pct": 0.5, "use_parallel_residual": False, "attention_bias": False}),
     ("bamba", {"time_step_limit": [0.4, 0.9], "mamba_proj_bias": True, "num_hidden_layers": 3}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False}),
+    ("granitemoehybrid", {"num_local_experts": 5, "shared_intermediate_size": 40, "residual_multiplier": 0.4}),
+    ("qwen2_moe", {"num_experts": 5, "norm_topk_prob": True}),
     ("lfm2", {"conv_L_cache": 2, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
 ]
 

@@ -45,6 +45,7 @@ _FEED_FORWARD = (  # gate, up and down, or up and down
     ("dense_h_to_4h", "dense_4h_to_h"),
     ("c_fc", "c_proj"),
 )
+_OF_MIXTURE = {"experts", "gate", "router", "shared_expert", "shared_expert_gate"}
 _ACT_NAMES = ("act_fn", "activation_fn", "act", "activation")
 _OF_DELTA = {"A_log", "dt_bias"}  # parameters of a gated delta rule, beside its modules
 
@@ -184,6 +185,8 @@ class LayerParts:
     sinks: Tensor | None  # (heads,)
     feed_forward: tuple[Outputs, ...]  # gate, up and down, or up and down; empty if there are experts
     experts: PackedExperts | None
+    shared: tuple[Outputs, ...]  # gate, up and down of the expert that all tokens choose
+    shared_gate: Any  # whose sigmoid is the share of it; None: 1
     router: Any
     sizes: "Sizes"
     turns: bool  # whether queries and keys have rotary positions
@@ -224,16 +227,20 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     kind = next((name for name in _MIXERS if name in children), "")
     mixer: Any = children.pop(kind, None) if attention is None else None
     mlp: Any = next((children.pop(name) for name in ("mlp", "feed_forward", "shared_mlp") if name in children), None)
+    mixture: Any = children.pop("block_sparse_moe", mlp)
     if (attention is None and mixer is None) or mlp is None or frozenset(children) not in _NORMS:
         raise TypeError(f"its layers have other parts: {', '.join(name for name, _ in layer.named_children())}")
     norms = tuple(children[name] if name else None for name in _NORMS[frozenset(children)])
-    experts: Any = getattr(mlp, "experts", None)
-    router: Any = getattr(mlp, "gate", getattr(mlp, "router", None))
+    experts: Any = getattr(mixture, "experts", None)
+    router: Any = getattr(mixture, "gate", getattr(mixture, "router", None))
     is_mixture = isinstance(experts, PackedExperts)
-    if is_mixture and {name for name, _ in mlp.named_children()} - {"experts", "gate", "router"}:
-        raise TypeError("it has more than experts and a router")
-    act = "SiLU" if is_mixture or hasattr(mlp, "w1") else type(_first(mlp, *_ACT_NAMES)).__name__
-    gate = experts.gate if is_mixture else (act, 0.0, 0.0)
+    if {name for name, _ in mixture.named_children()} - _OF_MIXTURE if is_mixture else mixture is not mlp:
+        raise TypeError("it has more than experts, a router and a shared expert")
+    shared: Any = mlp if mixture is not mlp else getattr(mixture, "shared_expert", None) if is_mixture else None
+    acts = {_act_of(plain) for plain in (shared if is_mixture else mlp,) if plain is not None}
+    gate = experts.gate if is_mixture else (next(iter(acts)), 0.0, 0.0)
+    if acts - {gate[0]}:
+        raise TypeError("the shared expert has another activation")
     if not any(gate[0] in names for names in _ACTS):
         raise TypeError(f"its activation is {gate[0]}")
     sizes = Sizes(
@@ -254,6 +261,8 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         getattr(attention, "sinks", None),
         () if is_mixture else _feed_forward(mlp),
         experts if is_mixture else None,
+        () if shared is None else _feed_forward(shared),
+        getattr(mixture, "shared_expert_gate", None) if is_mixture else None,
         router if is_mixture else None,
         sizes,
         attention.sliding_window is not None if is_cohere_2 else bool(getattr(attention, "use_rope", True)),
@@ -370,6 +379,10 @@ def _taps(
 
 
 _MIXERS = {"linear_attn": _gated_delta, "mamba": _state_space, "conv": _short_convolution}  # by their names in layers
+
+
+def _act_of(mlp: Any) -> str:
+    return "SiLU" if hasattr(mlp, "w1") else type(_first(mlp, *_ACT_NAMES)).__name__  # LFM2's is a function
 
 
 def _feed_forward(mlp: Any) -> tuple[Outputs, ...]:

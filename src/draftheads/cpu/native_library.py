@@ -68,8 +68,8 @@ class Experts(ctypes.Structure):
 
     _fields_ = (
         *_fields(POINTER(Weight), "weights"),
-        *_pointers("router", "router_bias"),
-        *_ints("count", "chosen", "share_of_all", "unused"),
+        *_pointers("router", "router_bias", "shared_gate"),
+        *_ints("count", "chosen", "share_of_all", "is_shared"),
     )
 
 

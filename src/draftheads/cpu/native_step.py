@@ -262,7 +262,7 @@ class NativeStep:
             *norms,
             *head_norms,
             None if parts.sinks is None else self._numbers(parts.sinks),
-            None if parts.experts is None else self._experts(parts.experts, parts.router),
+            None if parts.experts is None else self._experts(parts, parts.experts),
             window,
             turns,
             recurrence,
@@ -315,21 +315,28 @@ class NativeStep:
         if not fits or down.in_ > _MOST_OUTPUTS:
             raise ValueError(f"inner sizes of {', '.join(map(str, sorted(outputs)))} and {down.in_}")
 
-    def _experts(self, experts: PackedExperts, router: Any) -> Any:
-        count = experts.num_experts
-        weights = (Weight * (3 * count))(*(self._weight(Outputs(part)) for part in experts.parts))
-        forms = {(place % 3, each.kind, each.inputs, each.out, each.in_) for place, each in enumerate(weights)}
+    def _experts(self, parts: LayerParts, experts: PackedExperts) -> Any:
+        count, router = experts.num_experts, parts.router
+        each = [*map(Outputs, experts.parts), *parts.shared]
+        weights = (Weight * len(each))(*map(self._weight, each))
+        forms = {(place % 3, one.kind, one.inputs, one.out, one.in_) for place, one in enumerate(weights[: 3 * count])}
         if len(forms) != 3 or router.top_k > count or tuple(router.weight.shape) != (count, self.size):
             raise ValueError("its experts differ")
-        self._check_inner(weights[:2], weights[2])
+        for first in (0, 3 * count)[: 2 if parts.shared else 1]:
+            self._check_inner(weights[first : first + 2], weights[first + 2])
+        gate = None if parts.shared_gate is None else parts.shared_gate.weight
+        if gate is not None and gate.shape != (1, self.size):
+            raise ValueError("the shared expert has several gates")
         bias = getattr(router, "bias", None)
         held = Experts(
             weights,
             self._numbers(router.weight),
             None if bias is None else self._numbers(bias),
+            None if gate is None else self._numbers(gate),
             count,
-            router.top_k,
+            router.top_k + bool(parts.shared),
             not getattr(router, "norm_topk_prob", True),
+            bool(parts.shared),
         )
         self._held += [weights, held]
         return ctypes.pointer(held)

@@ -213,12 +213,21 @@ bool supports(const Kernels &set) {
 
 // Several feed-forward parts, of which a router chooses some for each token.
 struct Experts {
-    const Weight *weights;             // (count, 3): gate, up and down of each
+    const Weight *weights;             // (count, 3): gate, up and down of each; then, if there is one, those of the shared expert
     const float *router, *router_bias;  // (count, size) and (count,), or null
-    int32_t count, chosen;
+    const float *shared_gate;           // (size,): the share of the shared expert is its sigmoid; or null: the share is 1
+    int32_t count, chosen;  // of a token, with the shared one
     int32_t share_of_all;  // an expert's share is its probability among all, not among the chosen ones
-    int32_t unused;
+    int32_t is_shared;     // whether there is a shared expert, which all tokens choose
 };
+
+int inner_of(const Experts &e) { return std::max(e.weights->out, e.is_shared ? e.weights[3 * e.count].out : 0); }
+
+// Where the row lies that the gate (0), up (1) or down (2) of an expert reads. Rows of the shared one are the last.
+int64_t row_at(const Experts &e, int which, int64_t place, int tokens) {
+    const int64_t others = int64_t(tokens) * (e.chosen - e.is_shared), bytes = kernels->input_bytes(e.weights[which]);
+    return place <= others ? place * bytes : others * bytes + (place - others) * kernels->input_bytes(e.weights[3 * e.count + which]);
+}
 
 // Where numbers lie among the outputs of a layer's first products: those of the first group, and how far groups are apart.
 struct Place {
@@ -517,7 +526,7 @@ void close_gates(const Work &work, int token, float *row) {
 // The experts of a token: those of the largest scores, of equal ones the first.
 void choose_experts(const Work &work, const Experts &experts, const float *row, int token) {
     static thread_local std::vector<float> scores;
-    const int count = experts.count, chosen = experts.chosen;
+    const int count = experts.count, chosen = experts.chosen - experts.is_shared;
     scores.resize(count);
     kernels->dots(kFloat32, experts.router, row, count, work.model.size, scores.data());
     if (experts.router_bias)
@@ -538,18 +547,25 @@ void choose_experts(const Work &work, const Experts &experts, const float *row, 
         for (int e = 0; e < count; e++) total += std::exp(scores[e] - most);
     }
     for (int i = 0; i < found; i++) shares[i] /= total;
+    if (!experts.is_shared) return;
+    of[found] = count;
+    shares[found] = 1.0f;
+    if (!experts.shared_gate) return;
+    kernels->dots(kFloat32, experts.shared_gate, row, 1, work.model.size, &shares[found]);
+    shares[found] = 1.0f / (1.0f + std::exp(-shares[found]));
 }
 
 // The rows of all tokens, expert by expert, so that each of them is read once.
 void order_rows(const Work &work, const Experts &experts) {
     static thread_local std::vector<int32_t> first;
-    first.assign(experts.count + 1, 0);
+    const int count = experts.count + experts.is_shared;
+    first.assign(count + 1, 0);
     const int tokens = work.pass.tokens;
     auto chosen = [&](int token, int i) { return work.chosen[int64_t(token) * work.most_chosen + i]; };
     for (int token = 0; token < tokens; token++)
         for (int i = 0; i < experts.chosen; i++) first[chosen(token, i) + 1]++;
     int slot = 0, rows = 0;
-    for (int e = 0; e < experts.count; e++) {
+    for (int e = 0; e < count; e++) {
         const int of_expert = first[e + 1];
         first[e] = rows;
         if (!of_expert) continue;
@@ -731,33 +747,36 @@ void pass_of(const Job &job, uint32_t number) {
             (outline.has_experts()
                  ? pool->share(part++, number, 1, [&](int) { order_rows(work, *now.experts); }) &&
                        each([&](int token) {
-                           for (int64_t at = int64_t(token) * work.most_chosen, end = at + work.most_chosen; at < end; at++) {
+                           for (int64_t at = int64_t(token) * work.most_chosen, end = at + now.experts->chosen; at < end; at++) {
                                const Weight &gate = now.experts->weights[3 * work.chosen[at]];
                                kernels->prepare(gate, work.inner + int64_t(token) * size,
-                                                work.inputs + work.places[at] * kernels->input_bytes(gate));
+                                                work.inputs + row_at(*now.experts, 0, work.places[at], tokens));
                            }
                        }) &&
                        of_experts(outline.inner_blocks(), [&](int expert, int block, int first, int rows) {
                            const Weight *weights = now.experts->weights + 3 * expert;
-                           const char *rows_of = work.inputs + first * kernels->input_bytes(weights[0]);
+                           if (block >= blocks_of(weights[0].out)) return;  // of another expert
+                           const char *rows_of = work.inputs + row_at(*now.experts, 0, first, tokens);
+                           const int64_t inner = inner_of(*now.experts);
                            float *gate = outputs_of_thread(int64_t(2 * rows) * kBlock), *up = gate + int64_t(rows) * kBlock;
                            const int outputs = multiply_block(weights[0], block, rows_of, rows, gate);
                            multiply_block(weights[1], block, rows_of, rows, up);
                            for (int r = 0; r < rows; r++)
                                kernels->gate(m.gate, gate + r * kBlock, up + r * kBlock, outputs,
-                                             work.inner + int64_t(first + r) * weights[0].out + block * kBlock);
+                                             work.inner + (first + r) * inner + block * kBlock);
                        }) &&
                        each([&](int token) {
-                           for (int64_t at = int64_t(token) * work.most_chosen, end = at + work.most_chosen; at < end; at++) {
+                           for (int64_t at = int64_t(token) * work.most_chosen, end = at + now.experts->chosen; at < end; at++) {
                                const Weight &down = now.experts->weights[3 * work.chosen[at] + 2];
                                const int64_t row = work.places[at];
-                               kernels->prepare(down, work.inner + row * down.in, work.inputs + row * kernels->input_bytes(down));
+                               kernels->prepare(down, work.inner + row * inner_of(*now.experts),
+                                                work.inputs + row_at(*now.experts, 2, row, tokens));
                            }
                        }) &&
                        of_experts(blocks_of(size), [&](int expert, int block, int first, int rows) {
                            const Weight &down = now.experts->weights[3 * expert + 2];
                            float *y = outputs_of_thread(int64_t(rows) * kBlock);
-                           const int outputs = multiply_block(down, block, work.inputs + first * kernels->input_bytes(down), rows, y);
+                           const int outputs = multiply_block(down, block, work.inputs + row_at(*now.experts, 2, first, tokens), rows, y);
                            for (int r = 0; r < rows; r++)
                                std::memcpy(work.branch + (tokens + int64_t(first + r)) * size + block * kBlock, y + r * kBlock, 4 * outputs);
                        })
@@ -1131,8 +1150,8 @@ const char *draftheads_layout() {
         FIELD(Weight, bias), FIELD(Weight, smooth), FIELD(Weight, low_a), FIELD(Weight, low_b), FIELD(Weight, rank),
         FIELD(Weight, low_kind), FIELD(Norm, scale), FIELD(Norm, shift), FIELD(Norm, epsilon), FIELD(Norm, is_centred),
         FIELD(Gate, act), FIELD(Gate, alpha), FIELD(Gate, limit), FIELD(Experts, weights), FIELD(Experts, router),
-        FIELD(Experts, router_bias), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
-        FIELD(Experts, unused), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
+        FIELD(Experts, router_bias), FIELD(Experts, shared_gate), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
+        FIELD(Experts, is_shared), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
         FIELD(Recurrence, decay), FIELD(Recurrence, step_bias), FIELD(Recurrence, skip), FIELD(Recurrence, norm),
         FIELD(Recurrence, places), FIELD(Recurrence, place), FIELD(Recurrence, unused), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up), FIELD(Layer, down),
         FIELD(Layer, norm), FIELD(Layer, after_attention), FIELD(Layer, middle), FIELD(Layer, after_mlp),
@@ -1322,7 +1341,7 @@ int draftheads_pass(const Model *model, const Pass *pass) {
     int32_t slots = 0, most_chosen = 0, copies = 3;
     for (int layer = 0; layer < m.layers; layer++) {
         const Layer &l = m.of_layers[layer];
-        const Weight &first_inner = l.experts ? *l.experts->weights : l.gate_up[0];
+        const int inner_blocks = blocks_of(l.experts ? inner_of(*l.experts) : l.gate_up[0].out);
         int qkv_blocks = 0;
         int64_t outputs = 0;
         for (int which = 0; which < kMostProducts; which++) {
@@ -1334,8 +1353,8 @@ int draftheads_pass(const Model *model, const Pass *pass) {
             most_rank = std::max<int64_t>(most_rank, w.rank);
         }
         width = std::max(width, outputs);
-        if (qkv_blocks >= Outline::kMostBlocks || blocks_of(first_inner.out) >= Outline::kMostBlocks) return 3;
-        outlines[layer].store(Outline::of(pool->next(), qkv_blocks, blocks_of(first_inner.out),
+        if (qkv_blocks >= Outline::kMostBlocks || inner_blocks >= Outline::kMostBlocks) return 3;
+        outlines[layer].store(Outline::of(pool->next(), qkv_blocks, inner_blocks,
                                           l.after_attention.scale || m.is_parallel, l.after_mlp.scale, l.experts, l.recurrence),
                               std::memory_order_release);
         for (const Weight *w : {&l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
@@ -1347,11 +1366,11 @@ int draftheads_pass(const Model *model, const Pass *pass) {
         if (!l.experts) continue;
         const Experts &e = *l.experts;
         most_chosen = std::max(most_chosen, e.chosen);
-        slots = std::max<int32_t>(slots, std::min<int64_t>(e.count, count * e.chosen));
+        slots = std::max<int32_t>(slots, std::min<int64_t>(e.count + e.is_shared, count * e.chosen));
         // the rows of all experts fit where those of three weights do
-        for (const Weight *w = e.weights; w < e.weights + 3; w++)
-            widest = std::max(widest, (kernels->input_bytes(*w) * e.chosen + 2) / 3);
-        inner = std::max<int64_t>(inner, std::max(e.weights->out * e.chosen, m.size));
+        for (int which = 0; which < 3; which++)
+            widest = std::max(widest, (row_at(e, which, e.chosen, 1) + 2) / 3);
+        inner = std::max<int64_t>(inner, std::max(inner_of(e) * e.chosen, m.size));
     }
     const Work work{m, p, room(buffers.inputs, copies * widest * count), room(buffers.states, count * m.size),
                     room(buffers.branch, count * m.size * (1 + most_chosen)), room(buffers.qkv, count * width),
