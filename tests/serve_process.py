@@ -29,8 +29,8 @@ class ServerProcess:
         cache.mkdir(exist_ok=True)
         if converted.is_dir() and not (cache / converted.name).exists():  # the default model is not converted again
             (cache / converted.name).symlink_to(converted)
-        own = {"DRAFTHEADS_CACHE": str(cache), "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+        own = {"DRAFTHEADS_CACHE": str(cache)}
+        environment = {"DRAFTHEADS_ADMIN_KEY": ADMIN_KEY, **os.environ, "OMP_NUM_THREADS": "1", **own}
         command = [sys.executable, *program, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
