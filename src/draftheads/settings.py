@@ -304,6 +304,9 @@ class SamplingSettings(GenerateSampling):
 # --- settings of several jobs ---
 
 
+HELD_OUT = 0.05  # part of the texts that training does not read, by default
+
+
 @dataclass(frozen=True)
 class LoadSettings:
     """How the model is loaded."""

@@ -18,6 +18,7 @@ Script = Callable[..., str]
 # options for a tiny model, and what is printed
 SMALL: dict[str, tuple[str, str]] = {
     "distill_rate.py": ("--prompts 8 --batch-size 2 --seconds 0.01 --rounds 1", "answers/s"),
+    "large_target.py": ("--size tiny --num-texts 12", "anonymous_gb"),
     "memory.py": ("--model model --head hydra --precisions fp32 --max-new-tokens 4", "fp32"),
     "step.py": ("--model model --precisions fp32 --nodes 1 4 --rows 1 --lengths 20 --prompts 8 --repeats 1", "Prompts"),
 }

@@ -11,7 +11,7 @@ from draftheads.cli.main import all_commands, main, options_of
 
 ROOT = Path(__file__).parents[2]
 # others: 10
-MOST = {"train": 35, "generate": 25, "serve": 22, "chat": 15, "distill": 15, "bench": 22, "demo": 10, "tune": 11}
+MOST = {"train": 35, "generate": 25, "serve": 22, "chat": 15, "distill": 15, "bench": 22, "demo": 10, "tune": 12}
 MOST_IN_ALL = 260
 OF_OTHERS = {"help", "help-verbose", "version", "force-reinstall", "upgrade", "no-deps", "editable", "dataset"}
 OF_OTHERS |= {"spec-type", "spec-draft-n-max", "tensor-parallel-size"}  # llama.cpp, vLLM; and SGLang

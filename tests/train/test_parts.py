@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftheads.cli.main import main
 from draftheads.data.texts import load_texts
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
@@ -70,6 +71,24 @@ def test_the_head_and_its_profile_are_the_same(world: Path, tmp_path: Path, meth
         assert profile == read_json(tmp_path / "whole" / "acceptance.json")
         assert profile["dynamic_tokens"], "growing trees were replayed"
         assert config["base"] == read_json(tmp_path / "whole" / "config.json")["base"]
+
+
+def test_tuning_on_stored_states_gives_the_profile_of_training(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, states, head = str(world / "model"), tmp_path / "states", tmp_path / "head"
+    trained(head, model=model, features=states, data=(world / "chats.jsonl",))
+    command = ["tune", model, str(head), "--features", str(states), "--out", str(tmp_path / "tuned")]
+    main([*command, "--precision", "fp32", "--num-prompts", str(training.NUM_TEXTS)])
+    profile, expected = (read_json(folder / "acceptance.json") for folder in (tmp_path / "tuned", head))
+    assert [profile["num_texts"], profile["num_tokens"]] == [expected["num_texts"], expected["num_tokens"]]
+    for kind in ("static_tokens", "dynamic_tokens"):  # a saved head is in bf16
+        assert profile[kind][:8] == pytest.approx(expected[kind][:8], abs=0.05)
+    assert f"tokens per step on {profile['num_texts']} texts" in capsys.readouterr().out
+    assert main([*command, "--measure", "1"])
+    assert "leave --measure out" in capsys.readouterr().err
+    assert main([*command, "--precision", "int8"])
+    assert "int8" in capsys.readouterr().err
 
 
 def test_states_of_another_model_are_refused(world: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from draftheads.bench.compare import Comparison, compare_heads
@@ -30,7 +31,7 @@ from draftheads.data.records import Record, own_prompts, prompts_in, read_suite,
 from draftheads.errors import DataError
 from draftheads.search.replay import encoded
 from draftheads.search.settings import TuneOptions
-from draftheads.search.tune import RECORD, answers_folder, tune_head
+from draftheads.search.tune import RECORD, answers_folder, tune_head, tune_on_states
 from draftheads.speculation.acceptance_profile import PROFILE_FILE
 from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
@@ -144,6 +145,9 @@ def tune(options: TuneOptions) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     find_head(options.head, options.model)  # raises before the prompts are read
+    if options.features is not None:
+        _tune_on_states(options, options.features, console)
+        return
     prompts = prompts_in(options.prompts or own_prompts("calibration"))
     if options.measure is not None:
         given, fewest = min(len(prompts), options.num_prompts), max((MIN_PROMPTS, *options.measure))
@@ -183,3 +187,16 @@ def tune(options: TuneOptions) -> None:
         path = tuning.folder / f"static-{size}.json"
         write_atomic(path, tuning.profile.tree(fastest_tree(rows)[0]).to_json().encode())
         console.print(f"wrote {path}; to use it: `--head {options.head} --tree {path}`", soft_wrap=True, markup=False)
+
+
+def _tune_on_states(options: TuneOptions, features: Path, console: Console) -> None:
+    with ProgressDisplay(console) as progress:
+        how = {"out": options.out, "settings": options.settings, "progress": progress, **options.load.given()}
+        profile, folder = tune_on_states(options.model, options.head, features, **how)
+    console.print(f"tokens per step on {profile.num_texts} texts ({profile.num_tokens} tokens)")
+    table = Table("nodes", "static", "growing")
+    for nodes in (2, 4, 8, 16, 32, 64):
+        kinds = (profile.static_tokens, profile.dynamic_tokens)
+        table.add_row(str(nodes), *(f"{tokens[nodes - 1]:.2f}" if nodes <= len(tokens) else "" for tokens in kinds))
+    console.print(table)
+    console.print(f"wrote {folder / PROFILE_FILE}", soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from draftheads.errors import require_at_least
+from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.settings import FROM_1, LoadSettings, OptionGroup, at_least
 
 
@@ -45,6 +45,9 @@ class TuneOptions:
     """Folder to write to. Default: the head's own folder; for an installed or downloaded head, the user's cache."""
     prompts: Path | None = None
     """A file or folder of prompts like those that you will use. Default: 64 built-in ones."""
+    features: Path | None = None
+    """Hidden states that `train --features` stored, in place of prompts. The model's layers are not loaded, and nothing
+    is timed. Texts are those that the head's training held out."""
     num_prompts: Annotated[int, at_least(2)] = ReplaySettings.num_prompts
     """Prompts that the model answers."""
     temperature: float = ReplaySettings.temperature
@@ -57,6 +60,9 @@ class TuneOptions:
     def __post_init__(self) -> None:
         _ = self.settings  # raises what is impossible
         require_at_least(1, measure=min(self.measure or (1,)))
+        if self.features is not None and (self.prompts or self.measure is not None):
+            other = "--prompts" if self.prompts else "--measure"
+            raise InvalidSettings(f"--features is for stored texts, of which nothing is timed: leave {other} out")
 
     @property
     def settings(self) -> ReplaySettings:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise, repeat
 from operator import itemgetter, mul
 from os import PathLike
@@ -13,27 +14,31 @@ from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.registry import folder_to_write, head_name
-from draftheads.data.features import Document
+from draftheads.data.batches import choose_texts
+from draftheads.data.features import Document, FeatureStore
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner, rates
 from draftheads.decode.prompts import Prompt, prompt_list
 from draftheads.decode.step_costs import StepCosts, costs_of
 from draftheads.drafters.sources import DEFAULT_COPY_PROBS, MAX_NGRAM, CopyProbs, TextIndex
-from draftheads.errors import InvalidSettings
+from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
-from draftheads.loading import engine_on, load_drafter, load_target, template_of
+from draftheads.loading import PRECISIONS, engine_on, load_drafter, load_target, template_of
+from draftheads.models.file_checks import keys_in
+from draftheads.models.fingerprint import Parts
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import model_name
 from draftheads.search.replay import Answer, Replay, encoded, own_answers
 from draftheads.search.settings import ReplaySettings
 from draftheads.search.tree_search import expected_tokens, joint_order, path_counts
-from draftheads.settings import Precision
+from draftheads.settings import HELD_OUT, ROUNDED_BITS, Precision
 from draftheads.speculation.acceptance_profile import KINDS, MAX_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.speculation.shapes import Drafting
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.speculation.tree import Tree
 from draftheads.utils.cache import cache_folder
+from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, finish_replacing, locked, user_path, write_atomic
 from draftheads.utils.progress import Progress, shown
 from draftheads.utils.provenance import provenance
@@ -124,6 +129,59 @@ def tune_head(
     drafting = Drafting(saved.name, tree=str(folder))
     engine = engine_on(target, saved, drafting, drafter=drafter, max_batch_size=1)
     return Tuning(profile, record, folder, engine)
+
+
+def tune_on_states(
+    model: str | PathLike[str],
+    head: str | PathLike[str],
+    features: Path,
+    *,
+    out: str | PathLike[str] | None = None,
+    settings: ReplaySettings | None = None,
+    precision: Precision = "auto",
+    progress: Progress,
+    **load_options: Any,
+) -> tuple[AcceptanceProfile, Path]:
+    """Measures a head along texts whose hidden states are stored, as :func:`tune_head` along answers of the model.
+
+    The model is loaded without its layers, and nothing is timed. Texts are those that the head's training held out, by
+    its ``metrics.json``, else by the defaults of ``draftheads train``.
+
+    ``features`` is a folder that ``draftheads train --features`` made; the other arguments are those of
+    :func:`tune_head`. Returns the profile, and the folder in which it was written.
+
+    Raises:
+        UnsupportedModel: the model cannot be loaded without layers.
+        DataError: the states are not the model's, or fewer than two texts with answers are held out.
+    """
+    settings, (model, head) = settings or ReplaySettings(), (model_name(model), head_name(head))
+    if precision in ROUNDED_BITS:
+        raise InvalidSettings(
+            f"precision is {precision!r}: stored hidden states are those of a model that is not rounded"
+        )
+    saved = resolve_head(head, model, ignore_profile=True)
+    folder = user_path(out) if out else folder_to_write(saved)
+    check_writable(folder / PROFILE_FILE)
+    template = template_of(load_options.pop("chat_template", None), saved)
+    target = TargetModel.load(model, dtype=PRECISIONS[precision], chat_template=template, parts=Parts(), **load_options)
+    drafter = load_drafter(saved, target)
+    store = FeatureStore(features, drafter.hidden_layers)
+    store.check(target)
+    record = saved.folder / "metrics.json"
+    trained = keys_in(record).get("options", {}) if record.is_file() else {}
+    texts = [index for index, is_plain in enumerate(store.is_plain) if is_plain == store.is_plain.all()]
+    token_ids, loss_masks = ([of[index] for index in texts] for of in (store.token_ids, store.loss_masks))
+    how = {"held_out": trained.get("held_out", HELD_OUT), "seed": trained.get("seed", 0)}
+    held_out = sorted(choose_texts(token_ids, loss_masks, **how)[1])[: settings.num_prompts]
+    read = [partial(store.__getitem__, texts[index]) for index in held_out]
+    answers = recorded([(token_ids[index], loss_masks[index]) for index in held_out], read)
+    if len(answers) < 2:
+        raise DataError(f"{features}: {counted(len(answers), 'held-out text')} with an answer: at least 2 are needed")
+    with locked(folder, "give --out"):
+        profile, _ = measured_profile(target, drafter, answers, settings, progress=progress)
+        finish_replacing(folder)
+        profile.save(folder / PROFILE_FILE)
+    return profile, folder
 
 
 def answers_folder(folder: Path) -> Path:

@@ -8,7 +8,18 @@ import tyro
 
 from draftheads.errors import InvalidSettings, no_such
 from draftheads.heads import HEADS, check_method, head_classes, parse_head_options
-from draftheads.settings import ABOVE_0, FRACTION, FROM_0, FROM_1, LmHeadKind, LossKind, OptionGroup, Range, up_to
+from draftheads.settings import (
+    ABOVE_0,
+    FRACTION,
+    FROM_0,
+    FROM_1,
+    HELD_OUT,
+    LmHeadKind,
+    LossKind,
+    OptionGroup,
+    Range,
+    up_to,
+)
 from draftheads.train.recipes import RECIPES
 from draftheads.utils.messages import keep_variables
 from draftheads.utils.provenance import as_json_values
@@ -55,7 +66,7 @@ class TrainOptions(OptionGroup):
     """Texts are cut after so many tokens. Or where the model ends."""
     max_tokens: Annotated[int | None, FROM_1] = None
     """Stop reading data after so many tokens."""
-    held_out: Annotated[float, FRACTION] = 0.05
+    held_out: Annotated[float, FRACTION] = HELD_OUT
     """Part of the texts that is held out. At most 200 of them are measured."""
     chat_template: str | None = None
     """A Jinja file, or chatml, hermes, llama-2, vicuna. In place of the tokenizer's own."""
