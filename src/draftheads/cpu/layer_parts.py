@@ -28,6 +28,7 @@ _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
         ("input_layernorm", None, None, None),  # Cohere 2
+        (None, None, "norm", None),  # a feed-forward part alone
         ("ln_1", None, "ln_2", None),  # GPT-2
         ("operator_norm", None, "ffn_norm", None),  # LFM2
         ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
@@ -38,12 +39,14 @@ _ACTS = [
     {"PytorchGELUTanh", "GELUTanh", "NewGELUActivation"},
     {"GELUActivation", "GELU"},
     {"Clamped"},
+    {"ReLUSquaredActivation"},
 ]
 _FEED_FORWARD = (  # gate, up and down, or up and down
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
     ("dense_h_to_4h", "dense_4h_to_h"),
     ("c_fc", "c_proj"),
+    ("up_proj", "down_proj"),
 )
 _OF_MIXTURE = {"experts", "gate", "router", "shared_expert", "shared_expert_gate"}
 _ACT_NAMES = ("act_fn", "activation_fn", "act", "activation")
@@ -71,7 +74,9 @@ class PackedExperts(nn.Module):
         """How gate and up are joined: the activation's class, and α and limit of a clamped one (gpt-oss), or zeros."""
         stock = self._stock[0]
         limits = float(getattr(stock, "alpha", 0.0)), float(getattr(stock, "limit", 0.0))
-        return ("Clamped" if any(limits) else type(stock.act_fn).__name__, *limits)
+        if any(limits):
+            return ("Clamped", *limits)
+        return ("SiLU" if stock.act_fn is nn.functional.silu else type(stock.act_fn).__name__, 0.0, 0.0)
 
     def expert(self, number: int) -> tuple[Any, Any, Any]:
         """Its layers for gate, up and down."""
@@ -179,7 +184,7 @@ class LayerParts:
     norms: tuple[Any, ...]  # before and after attention, before and after the feed-forward part
     qkv: tuple[Outputs, ...]  # or what a recurrence reads
     recurrence: Recurrence | None  # in place of attention
-    out: Outputs
+    out: Outputs | None  # of both
     heads: "Heads | None"
     head_norms: tuple[Any, Any]  # of queries and keys
     sinks: Tensor | None  # (heads,)
@@ -188,6 +193,7 @@ class LayerParts:
     shared: tuple[Outputs, ...]  # gate, up and down of the expert that all tokens choose
     shared_gate: Any  # whose sigmoid is the share of it; None: 1
     router: Any
+    choice_bias: Tensor | None  # (experts,) of the choice alone, not of shares
     sizes: "Sizes"
     turns: bool  # whether queries and keys have rotary positions
 
@@ -212,7 +218,7 @@ class Sizes:
 
     is_parallel: bool  # attention and feed-forward part read the same states
     residual_scale: float
-    gate: tuple[int, float, float]  # the activation's number, α and limit
+    gate: tuple[Any, ...] | None  # the activation's number, α and limit; None: there is no feed-forward part
     chosen: int  # experts of a token
 
 
@@ -223,12 +229,18 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         AttributeError, TypeError: it has other parts than the families that are known here.
     """
     children = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout | nn.Identity)}
+    is_single = {*children} == {"norm", "mixer"}  # one part, in place of two
+    if is_single:
+        part = children["mixer"]
+        name = "mamba" if hasattr(part, "A_log") else "self_attn" if hasattr(part, "q_proj") else "mlp"
+        children = {name: part, "norm" if name == "mlp" else "input_layernorm": children["norm"]}
     attention: Any = next((children.pop(name) for name in ("self_attn", "attention", "attn") if name in children), None)
     kind = next((name for name in _MIXERS if name in children), "")
     mixer: Any = children.pop(kind, None) if attention is None else None
     mlp: Any = next((children.pop(name) for name in ("mlp", "feed_forward", "shared_mlp") if name in children), None)
     mixture: Any = children.pop("block_sparse_moe", mlp)
-    if (attention is None and mixer is None) or mlp is None or frozenset(children) not in _NORMS:
+    mixes = attention is not None or mixer is not None
+    if is_single == (mixes and mlp is not None) or frozenset(children) not in _NORMS:
         raise TypeError(f"its layers have other parts: {', '.join(name for name, _ in layer.named_children())}")
     norms = tuple(children[name] if name else None for name in _NORMS[frozenset(children)])
     experts: Any = getattr(mixture, "experts", None)
@@ -238,32 +250,37 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         raise TypeError("it has more than experts, a router and a shared expert")
     shared: Any = mlp if mixture is not mlp else getattr(mixture, "shared_expert", None) if is_mixture else None
     acts = {_act_of(plain) for plain in (shared if is_mixture else mlp,) if plain is not None}
-    gate = experts.gate if is_mixture else (next(iter(acts)), 0.0, 0.0)
-    if acts - {gate[0]}:
+    gates = {experts.gate} if is_mixture else {(act, 0.0, 0.0) for act in acts}
+    if acts - {act for act, *_ in gates}:
         raise TypeError("the shared expert has another activation")
-    if not any(gate[0] in names for names in _ACTS):
-        raise TypeError(f"its activation is {gate[0]}")
+    if unknown := [act for act, *_ in gates if not any(act in names for names in _ACTS)]:
+        raise TypeError(f"its activation is {unknown[0]}")
+    is_cohere = norms[1:] == (None, None, None) and not is_single
+    numbers = [(next(number for number, names in enumerate(_ACTS) if act in names), *rest) for act, *rest in gates]
     sizes = Sizes(
-        is_parallel=bool(getattr(layer, "use_parallel_residual", norms[1:] == (None, None, None))),
+        is_parallel=bool(getattr(layer, "use_parallel_residual", is_cohere)),
         residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
-        gate=(next(number for number, names in enumerate(_ACTS) if gate[0] in names), *gate[1:]),
+        gate=numbers[0] if numbers else None,
         chosen=int(router.top_k) if is_mixture else 0,
     )
     is_cohere_2 = type(attention).__name__ == "Cohere2Attention"
-    qkv, recurrence = (_qkv(attention), None) if mixer is None else _MIXERS[kind](mixer)
+    qkv, recurrence = ((), None) if attention is None else (_qkv(attention), None)
+    if mixer is not None:
+        qkv, recurrence = _MIXERS[kind](mixer)
     return LayerParts(
         norms,
         qkv,
         recurrence,
-        Outputs(_first(mixer or attention, "o_proj", "dense", "c_proj", "out_proj")),
-        _heads_of(attention, qkv, config) if mixer is None else None,
+        Outputs(_first(mixer or attention, "o_proj", "dense", "c_proj", "out_proj")) if mixes else None,
+        None if attention is None else _heads_of(attention, qkv, config),
         tuple(_head_norm(attention, name) for name in "qk"),
         getattr(attention, "sinks", None),
-        () if is_mixture else _feed_forward(mlp),
+        () if is_mixture or mlp is None else _feed_forward(mlp),
         experts if is_mixture else None,
         () if shared is None else _feed_forward(shared),
         getattr(mixture, "shared_expert_gate", None) if is_mixture else None,
         router if is_mixture else None,
+        getattr(mixture, "expert_bias", None),
         sizes,
         attention.sliding_window is not None if is_cohere_2 else bool(getattr(attention, "use_rope", True)),
     )
@@ -396,6 +413,7 @@ def _feed_forward(mlp: Any) -> tuple[Outputs, ...]:
         ("w1", "w3", "w2"),
         ("dense_h_to_4h", "dense_4h_to_h"),
         ("c_fc", "c_proj"),
+        ("up_proj", "down_proj"),
     ):
         if all(hasattr(mlp, name) for name in names):
             return tuple(Outputs(getattr(mlp, name)) for name in names)
@@ -405,6 +423,13 @@ def _feed_forward(mlp: Any) -> tuple[Outputs, ...]:
 def _first(module: Any, *names: str) -> Any:
     found = next((name for name in names if hasattr(module, name)), names[0])
     return getattr(module, found)
+
+
+def common(values: Sequence[Any], otherwise: Any) -> Any:
+    """What all of them are; raises ValueError if they differ."""
+    if len({*values}) > 1:
+        raise ValueError("its layers differ")
+    return values[0] if values else otherwise
 
 
 def norm_numbers(norm: Any) -> tuple[Tensor, Tensor | None, float, bool]:

@@ -68,8 +68,9 @@ class Experts(ctypes.Structure):
 
     _fields_ = (
         *_fields(POINTER(Weight), "weights"),
-        *_pointers("router", "router_bias", "shared_gate"),
-        *_ints("count", "chosen", "share_of_all", "is_shared"),
+        *_pointers("router", "router_bias", "choice_bias", "shared_gate"),
+        *_ints("count", "chosen", "share_of_all", "is_shared", "are_sigmoids"),
+        *_floats("scaling"),
     )
 
 

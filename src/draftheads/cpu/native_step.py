@@ -25,6 +25,7 @@ from draftheads.cpu.layer_parts import (
     PackedExperts,
     Recurrence,
     Sizes,
+    common,
     norm_numbers,
     parts_of,
 )
@@ -81,17 +82,18 @@ class NativeStep:
         if not layers or len(layers) > _MOST_LAYERS:
             raise ValueError("this number of layers")
         parts = [parts_of(layer, decoder.config) for layer in layers]
-        self._heads = _common([part.heads for part in parts if part.heads is not None], Heads())
-        self._mixing = _common([part.recurrence.mixing for part in parts if part.recurrence is not None], Mixing())
+        self._heads = common([part.heads for part in parts if part.heads is not None], Heads())
+        self._mixing = common([part.recurrence.mixing for part in parts if part.recurrence is not None], Mixing())
         self._turns = _Turns(decoder, [part.turns for part in parts], self.dtype)
         self._caches = self._recurrences = 0  # layers with keys and values, and with states
         self._layers = (Layer * len(layers))(
             *(self._layer(*each) for each in zip(parts, windows, self._turns.of_layers, strict=True))
         )
-        same = {part.sizes for part in parts if part.experts is not None} or {parts[0].sizes}
-        sizes = same.pop()
+        gate = common([part.sizes.gate for part in parts if part.sizes.gate is not None], (0, 0.0, 0.0))
+        chosen = common([part.sizes.chosen for part in parts if part.experts is not None], 0)
+        sizes = common([replace(part.sizes, gate=gate, chosen=chosen) for part in parts], None)
         types = {self.dtype, *(product.dtype for product in self._products)}
-        if same or any(replace(part.sizes, chosen=sizes.chosen) != sizes for part in parts) or len(types) != 1:
+        if len(types) != 1:
             raise ValueError("its layers differ")
         turned, size = self._turns.size, self._heads.head_size
         if self._caches and (size > _MOST_HEAD_SIZE or turned > size):
@@ -114,6 +116,11 @@ class NativeStep:
     def bytes_per_token(self) -> int:
         model = self._model
         return int(2 * model.caches * model.groups * model.head_size * self.cache_dtype.itemsize)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it has recurrent layers."""
+        return self._recurrences > 0
 
     def states(self) -> TextStates:
         """Of an empty text."""
@@ -193,7 +200,7 @@ class NativeStep:
     def _checked_slots(self, texts: SequenceBatch, count: int) -> list[int]:
         """An error in place of reading or writing other memory."""
         model, slots = self._model, [part.shape[3] for part in texts.memory]
-        if len(texts.states) != (len(texts.memory) if self._recurrences else 0):
+        if len(texts.states) != len(texts.memory) * self.has_states:
             raise ValueError(f"{len(texts.states)} states for {len(texts.memory)} texts")
         for text in texts.states:
             forms = [
@@ -244,12 +251,11 @@ class NativeStep:
         widths = [heads.head_size * (n if heads.norms_whole else 1) for n in (heads.heads, heads.groups)]
         norms = [self._norm(norm, self.size) for norm in parts.norms]
         head_norms = map(self._norm, parts.head_norms, widths)
-        weights = [self._weight(part) for part in (*parts.qkv, parts.out, *parts.feed_forward)]
-        num = len(parts.qkv)
-        qkv, out, rest = weights[:num], weights[num], weights[num + 1 :]
+        qkv, rest = ([self._weight(part) for part in of] for of in (parts.qkv, parts.feed_forward))
+        out = Weight() if parts.out is None else self._weight(parts.out)
         *inner, down = rest or [Weight(), Weight()]
         recurrence = None if parts.recurrence is None else self._recurrence(parts.recurrence, qkv, out)
-        if recurrence is None:
+        if parts.heads is not None:
             self._check_sizes(qkv, out)
             self._caches += 1
         if rest:
@@ -327,16 +333,19 @@ class NativeStep:
         gate = None if parts.shared_gate is None else parts.shared_gate.weight
         if gate is not None and gate.shape != (1, self.size):
             raise ValueError("the shared expert has several gates")
-        bias = getattr(router, "bias", None)
+        bias, are_sigmoids = getattr(router, "bias", None), hasattr(router, "use_expert_bias")  # LFM2
         held = Experts(
             weights,
             self._numbers(router.weight),
             None if bias is None else self._numbers(bias),
+            None if parts.choice_bias is None else self._numbers(parts.choice_bias),
             None if gate is None else self._numbers(gate),
             count,
             router.top_k + bool(parts.shared),
             not getattr(router, "norm_topk_prob", True),
             bool(parts.shared),
+            are_sigmoids,
+            float(router.routed_scaling_factor) if are_sigmoids else 1.0,
         )
         self._held += [weights, held]
         return ctypes.pointer(held)
@@ -385,7 +394,7 @@ class _Turns:
     """Cosines and sines of the positions, as the model's own module computes them: a table for each kind of layer."""
 
     def __init__(self, decoder: Any, layers: Sequence[bool], dtype: torch.dtype) -> None:
-        self._rotary: Any = getattr(decoder, "rotary_emb", None)
+        self._rotary: Any = getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))  # LFM2-MoE's
         self._dtype = dtype
         self.of_layers, self.size, self.are_neighbours = [-1] * len(layers), 0, False
         self._kinds: list[tuple[str, ...]] = []
@@ -429,13 +438,6 @@ class _Turns:
             pairs = [self._rotary(x, positions[None], *kind) for kind in self._kinds]
             table = torch.stack([torch.cat([pair[place] for pair in pairs]).float() for place in range(2)])
         return torch.cat([table, table], -1) if self._is_half else table
-
-
-def _common(values: Sequence[Any], otherwise: Any) -> Any:
-    """What they all are."""
-    if len({*values}) > 1:
-        raise ValueError("its layers differ")
-    return values[0] if values else otherwise
 
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:

@@ -107,7 +107,7 @@ class NativeRunner(Runner):
 
     @torch.inference_mode()
     def states(self, row: Row) -> States:
-        if not self.native.bytes_of_states(0):
+        if not self.native.has_states:
             return {}
         self.native.settle([row.states])
         return {("native", 0, 0): row.states.states.clone()}
@@ -130,7 +130,7 @@ class NativeRunner(Runner):
 
     def _pass(self, rows: Sequence[Row], tokens: Tensor, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,)."""
-        if self.model.is_recurrent:
+        if self.native.has_states:
             texts = replace(texts, states=[row.states for row in rows])
         if self.model.long_rope is not None:
             texts = replace(texts, are_long=[row.is_long for row in rows])

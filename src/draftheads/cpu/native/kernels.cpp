@@ -770,6 +770,7 @@ inline Vec error_function(Vec x) {
 // What SiLU, or what stands in its place, makes of x.
 inline Vec activated(int act, Vec x) {
     if (act == kSilu) return x / (all(1.0f) + exponential(-x));
+    if (act == kReluSquared) return max(x, Vec{}) * max(x, Vec{});
     if (act == kSigmoid) return 1.0f / (all(1.0f) + exponential(-x));
     if (act == kGelu) return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
     const Vec inner = all(1.5957691216057308f) * (x + all(0.044715f) * x * x * x);  // GELU by tanh: x * sigmoid(2 ...)

@@ -61,10 +61,10 @@ struct Norm {
     int32_t is_centred;
 };
 
-// How a feed-forward part joins its two products: SiLU(gate) * up, or GELU by tanh or by erf in its place; or, with both
+// How a feed-forward part joins its two products: SiLU(gate) * up, or GELU by tanh or by erf or max(gate, 0)^2 in its place; or, with both
 // clamped to `limit`, gate * sigmoid(alpha * gate) * (up + 1). Without `up`, what is behind the star is 1. Gates of attention
 // have sigmoid(gate) in the place of SiLU.
-enum Act : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClamped = 3, kSigmoid = 4 };
+enum Act : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClamped = 3, kReluSquared = 4, kSigmoid = 5 };
 struct Gate {
     int32_t act;
     float alpha, limit;

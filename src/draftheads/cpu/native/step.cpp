@@ -215,10 +215,13 @@ bool supports(const Kernels &set) {
 struct Experts {
     const Weight *weights;             // (count, 3): gate, up and down of each; then, if there is one, those of the shared expert
     const float *router, *router_bias;  // (count, size) and (count,), or null
+    const float *choice_bias;           // (count,) that is added to scores for the choice alone; or null
     const float *shared_gate;           // (size,): the share of the shared expert is its sigmoid; or null: the share is 1
     int32_t count, chosen;  // of a token, with the shared one
     int32_t share_of_all;  // an expert's share is its probability among all, not among the chosen ones
     int32_t is_shared;     // whether there is a shared expert, which all tokens choose
+    int32_t are_sigmoids;  // scores are sigmoids, and shares proportional to them
+    float scaling;         // of shares
 };
 
 int inner_of(const Experts &e) { return std::max(e.weights->out, e.is_shared ? e.weights[3 * e.count].out : 0); }
@@ -246,7 +249,8 @@ struct Recurrence {
 
 constexpr int kMostProducts = 6, kMostTaps = 16;
 
-// What a layer of any family computes. A norm without a scale is not there.
+// What a layer of any family computes. A norm without a scale is not there. Without qkv it has a feed-forward part alone, and
+// without gate_up and experts it has none.
 struct Layer {
     Weight qkv[kMostProducts], out, gate_up[2], down;  // the last ones of qkv may be empty: others have their outputs, too
     Norm norm, after_attention, middle, after_mlp, query_norm, key_norm;
@@ -533,20 +537,25 @@ void choose_experts(const Work &work, const Experts &experts, const float *row, 
         for (int e = 0; e < count; e++) scores[e] += experts.router_bias[e];
     int32_t *of = work.chosen + int64_t(token) * work.most_chosen;
     float *shares = work.shares + int64_t(token) * work.most_chosen, total = 0.0f;
+    if (experts.are_sigmoids)
+        for (int e = 0; e < count; e++) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+    auto choice = [&](int e) { return scores[e] + (experts.choice_bias ? experts.choice_bias[e] : 0.0f); };
     int found = 0;
     for (int e = 0; e < count; e++) {
-        if (found == chosen && !(scores[e] > scores[of[found - 1]])) continue;
+        if (found == chosen && !(choice(e) > choice(of[found - 1]))) continue;
         int at = found < chosen ? found++ : found - 1;
-        for (; at && scores[e] > scores[of[at - 1]]; at--) of[at] = of[at - 1];
+        for (; at && choice(e) > choice(of[at - 1]); at--) of[at] = of[at - 1];
         of[at] = e;
     }
-    const float most = scores[of[0]];
-    for (int i = 0; i < found; i++) total += shares[i] = std::exp(scores[of[i]] - most);
+    auto weight = [&, most = scores[of[0]]](int e) { return experts.are_sigmoids ? scores[e] : std::exp(scores[e] - most); };
+    for (int i = 0; i < found; i++) total += shares[i] = weight(of[i]);
     if (experts.share_of_all) {
-        total = 0.0f;
-        for (int e = 0; e < count; e++) total += std::exp(scores[e] - most);
+        total = experts.are_sigmoids ? 1.0f : 0.0f;
+        for (int e = 0; e < count && !experts.are_sigmoids; e++) total += weight(e);
+    } else if (experts.are_sigmoids) {
+        total += 1e-6f;  // as in LFM2
     }
-    for (int i = 0; i < found; i++) shares[i] /= total;
+    for (int i = 0; i < found; i++) shares[i] = shares[i] / total * experts.scaling;
     if (!experts.is_shared) return;
     of[found] = count;
     shares[found] = 1.0f;
@@ -581,7 +590,7 @@ void order_rows(const Work &work, const Experts &experts) {
         for (int i = 0; i < experts.chosen; i++) work.places[int64_t(token) * work.most_chosen + i] = first[chosen(token, i)]++;
 }
 
-constexpr int kPartsOfLayer = 12;
+constexpr int kPartsOfLayer = 13;
 constexpr int kTogether = 16;  // queries that share their keys and values, about
 
 float *row_of_thread(int64_t size) {
@@ -693,8 +702,9 @@ void pass_of(const Job &job, uint32_t number) {
             each([&](int token) {
                 if (index) add_mlp(m.of_layers[index - 1], token);
                 keep(index, token);
-                prepare(now.qkv, kMostProducts, normed(now.norm, token), token);
+                if (outline.qkv_blocks()) prepare(now.qkv, kMostProducts, normed(now.norm, token), token);
             }) &&
+            (!outline.qkv_blocks() || (  // neither attention nor a recurrence
             pool->share(part++, number, outline.qkv_blocks(), [&](int block) {
                 int which = 0, first = 0;
                 for (; block >= blocks_of(now.qkv[which].out); which++) {
@@ -732,7 +742,8 @@ void pass_of(const Job &job, uint32_t number) {
                            prepare(&now.out, 1, row, token);
                        })) &&
             multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens, add_to(outline.attention_waits()),
-                     work.low, work.most_rank) &&
+                     work.low, work.most_rank))) &&
+            (!outline.inner_blocks() || (  // no feed-forward part
             each([&](int token) {
                 if (outline.attention_waits() && !m.is_parallel) add_branch(now.after_attention, token);
                 const float *row = normed(m.is_parallel && !now.middle.scale ? now.norm : now.middle, token);
@@ -793,7 +804,7 @@ void pass_of(const Job &job, uint32_t number) {
                    }) &&
                        each([&](int token) { prepare(&now.down, 1, work.inner + int64_t(token) * now.down.in, token); }) &&
                        multiply(part++, number, size, [&]() -> const Weight & { return now.down; }, work.inputs, tokens,
-                                add_to(outline.mlp_waits()), work.low, work.most_rank));
+                                add_to(outline.mlp_waits()), work.low, work.most_rank))));
         if (!goes_on) return;
     }
     each([&](int token) {
@@ -1150,8 +1161,8 @@ const char *draftheads_layout() {
         FIELD(Weight, bias), FIELD(Weight, smooth), FIELD(Weight, low_a), FIELD(Weight, low_b), FIELD(Weight, rank),
         FIELD(Weight, low_kind), FIELD(Norm, scale), FIELD(Norm, shift), FIELD(Norm, epsilon), FIELD(Norm, is_centred),
         FIELD(Gate, act), FIELD(Gate, alpha), FIELD(Gate, limit), FIELD(Experts, weights), FIELD(Experts, router),
-        FIELD(Experts, router_bias), FIELD(Experts, shared_gate), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
-        FIELD(Experts, is_shared), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
+        FIELD(Experts, router_bias), FIELD(Experts, choice_bias), FIELD(Experts, shared_gate), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
+        FIELD(Experts, is_shared), FIELD(Experts, are_sigmoids), FIELD(Experts, scaling), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
         FIELD(Recurrence, decay), FIELD(Recurrence, step_bias), FIELD(Recurrence, skip), FIELD(Recurrence, norm),
         FIELD(Recurrence, places), FIELD(Recurrence, place), FIELD(Recurrence, unused), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up), FIELD(Layer, down),
         FIELD(Layer, norm), FIELD(Layer, after_attention), FIELD(Layer, middle), FIELD(Layer, after_mlp),
