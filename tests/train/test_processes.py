@@ -27,7 +27,6 @@ from draftheads.train import training_data
 from draftheads.train import tuned_model as model
 stores.TOKENS_PER_SHARD = 256
 training_data.MOST_BATCH_TOKENS = 96
-training_data.check_likelihood = lambda *_: None  # a random model finds no token likely
 model.Adapter.__init__.__kwdefaults__["dropout"] = 0.0
 write = stores.Texts.write
 stores.Texts.write = lambda *arguments: print("tokenized here") or write(*arguments)

@@ -36,7 +36,7 @@ _NUM_OWN = 8  # tokens that are compared of every file
 _TENSORS = {"token_ids", "hidden_states"}
 _AGAIN = "delete it and extract its text again"
 MOST_LIKELY, _FEWEST_LIKELY = 64, 16  # last tokens of a text whose likelihood is looked at
-LIKELIER = 0.5  # nats, see check_likelihood; texts of people and models have 5 or more, states of another text about 0
+LIKELIER = 0.5  # nats; texts of people and models have 5 or more, states of another text about 0
 LIMIT = 0.15  # of differences, see _difference; bf16 and fp32 differ by 0.02, neighbouring layers by 0.3 or more
 
 
@@ -63,7 +63,11 @@ class ExtractedStore(LiveStore):
             self._places = self._places_in_order()
             for index, ids in enumerate(self.token_ids):
                 last = self._normed(self._states(index, max(0, len(ids) - MOST_LIKELY), place=self._places[-1]))
-                check_likelihood(target, last, ids, f"{self._files[index]} ({self.sources[index]})")
+                if problem := likelihood_problem(target, last, ids):
+                    raise DataError(
+                        f"{self._files[index]} ({self.sources[index]}): {problem}; {_AGAIN}, or leave a text of random "
+                        "characters out"
+                    )
 
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
@@ -148,37 +152,36 @@ class ExtractedStore(LiveStore):
 
 
 @torch.inference_mode()
-def check_likelihood(target: TargetModel, hidden: Tensor, token_ids: Tensor, name: str) -> None:
-    """Are these the hidden states of the tokens? Needs the lm_head only, and of it only the rows of a few tokens.
+def likelihood_problem(target: TargetModel, hidden: Tensor, token_ids: Tensor) -> str:
+    """Why these cannot be the hidden states of the tokens, or "". Needs only a few rows of the lm_head.
 
     After each state the next token must be likelier than the text's other tokens are. The last tokens are looked at,
-    as many texts begin in the same way; texts of few tokens, or of a single one, are not.
+    as many texts begin in the same way; texts of few tokens, or of a single one, are not. A text of random characters
+    and a model that was never trained look like wrong states.
 
     Args:
         target: whose states they are.
         hidden: h_t (T, D) of the last tokens.
         token_ids: of the whole text.
-        name: of the file and the text.
-
-    Raises:
-        DataError: they are not; random characters look the same.
     """
     hidden = hidden[-MOST_LIKELY:-1].to(target.device, target.dtype)  # (n, D)
     following = token_ids[-len(hidden) :].to(target.device)
     others = following[:, None] != following
     told = others.any(1)
     if int(told.sum()) < _FEWEST_LIKELY:
-        return
+        return ""
     weights = target.weights
     bias = None if weights.lm_head_bias is None else weights.lm_head_bias[following]
     logits = F.linear(hidden, weights.lm_head[following], bias)  # (n, n): of each token of the text
     logits = as_logits(logits, weights.logit_scale, weights.logit_softcap).float()
     usual = logits.masked_fill(~others, 0.0).sum(1) / others.sum(1)
     gain = float((logits.diagonal() - usual)[told].mean())
-    if not gain >= LIKELIER:
-        problem = f"{name}: the hidden states are not those of the text, or not of {target.model_id}"
-        found = f"the next tokens are {gain:.2f} nats likelier than others of the text, expected at least {LIKELIER}"
-        raise DataError(f"{problem}: {found}; {_AGAIN}, or leave a text of random characters out")
+    if gain >= LIKELIER:
+        return ""
+    problem = f"the hidden states are not those of the text, or not of {target.model_id}"
+    return (
+        f"{problem}: the next tokens are {gain:.2f} nats likelier than others of the text, expected {LIKELIER} or more"
+    )
 
 
 def _difference(states: Tensor, expected: Tensor) -> float:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,8 @@ from draftheads.data.features import (
 from draftheads.data.files import files_in
 from draftheads.data.lines import LeftOut
 from draftheads.data.texts import EncodedChat, chat_texts, known_texts, limited, load_blocks
-from draftheads.data.vllm_features import MOST_LIKELY, ExtractedStore, check_likelihood
-from draftheads.errors import DataError
+from draftheads.data.vllm_features import MOST_LIKELY, ExtractedStore, likelihood_problem
+from draftheads.errors import DataError, DataWarning
 from draftheads.models.chat_template import date_now, reads_variable, template_of
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
@@ -194,7 +195,9 @@ def checked_store(target: TargetModel, folder: Path | None, layers: Sequence[int
     store = FeatureStore(folder, layers)
     store.check(target)
     for name, token_ids, hidden in () if target.has_layers else store.last_states(MOST_LIKELY):
-        check_likelihood(target, hidden, token_ids, name)
+        if problem := likelihood_problem(target, hidden, token_ids):
+            fix = f"unless this model was never trained, delete {folder}; the same command makes it again"
+            warnings.warn(f"{name}: {problem}; {fix}", DataWarning, stacklevel=2)
     return store
 
 
