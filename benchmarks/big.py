@@ -52,15 +52,13 @@ from draftheads.speculation.tree import Tree
 
 _DEPTH, _DRAFT_VOCABULARY = 4, 8192  # of the untrained head: the defaults of `draftheads train`
 _PROMPTS, _PROMPT_TOKENS = 16, 12  # whose next tokens are compared
-_PAUSE_SECONDS = 0.25  # threads of the one before spin for up to 0.2 s after their work (OpenMP)
+PAUSE_SECONDS = 0.25  # threads of the one before spin for up to 0.2 s after their work (OpenMP)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is measured."""
+class Measured:
+    """What is measured, in which turns, and where."""
 
-    size: Literal["1.1b", "3b", "gemma-270m", "tiny"] = "1.1b"
-    """Sizes of TinyLlama, of Llama-3.2-3B with TinyLlama's vocabulary, or of Gemma-3-270m. tiny is for tests."""
     precisions: tuple[str, ...] = ("int8", "int4")
     """Of draftheads. All are in memory together."""
     kinds: tuple[str, ...] = ("Q4_0", "Q8_0")
@@ -77,8 +75,6 @@ class Options:
     """Passes of each kind in a round; their median counts."""
     tokens_per_step: tuple[float, ...] = (2.0, 2.5, 3.0)
     """Acceptance that is assumed of a draft head."""
-    draft_ms: float | None = None
-    """Milliseconds of drafting a tree; measured with an untrained Hydra head where left out."""
     threads: int = torch.get_num_threads()
     """Threads of each program."""
     environments: Path = ENVIRONMENTS
@@ -87,8 +83,6 @@ class Options:
     """Where the model is written: 8 GB for 1.1b, 20 GB for 3b."""
     keep: bool = False
     """Do not delete the model."""
-    plot: Path | None = None
-    """Draw the time of a pass of draftheads against nodes into this file."""
     json: Path | None = None
     """Write everything there."""
     timeout: float = 1800.0
@@ -97,6 +91,23 @@ class Options:
     @property
     def all_nodes(self) -> tuple[int, ...]:
         return (1, *(count for count in self.nodes if count > 1))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a text with all that is decoded behind it; a recurrent state cannot go back to the text's end."""
+        return self.length + self.max_new_tokens + self.repeats * sum(self.all_nodes) + 8
+
+
+@dataclass(frozen=True)
+class Options(Measured):
+    """What is measured, of which model."""
+
+    size: Literal["1.1b", "3b", "gemma-270m", "tiny"] = "1.1b"
+    """Sizes of TinyLlama, of Llama-3.2-3B with TinyLlama's vocabulary, or of Gemma-3-270m. tiny is for tests."""
+    draft_ms: float | None = None
+    """Milliseconds of drafting a tree; measured with an untrained Hydra head where left out."""
+    plot: Path | None = None
+    """Draw the time of a pass of draftheads against nodes into this file."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,7 @@ class DraftHeads:
 
     versions: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, options: Options, model: Path, precision: str) -> None:
+    def __init__(self, options: Measured, model: Path, precision: str) -> None:
         self.options = options
         self.target = load_target(str(model), precision=precision)  # type: ignore[arg-type]
         self.engine = Engine(self.target, max_batch_size=1)
@@ -157,15 +168,19 @@ class DraftHeads:
     def stop(self) -> None:
         """It ends with this process."""
 
+    def speed(self, text: Ids) -> float:
+        """Tokens per second of plain decoding behind a text."""
+        stream = self.engine.stream(text, max_new_tokens=self.options.max_new_tokens, ignore_eos=True)
+        times = [time.perf_counter() for _ in stream]  # the first one is behind the prompt
+        return (len(times) - 1) / (times[-1] - times[0])
+
     @torch.inference_mode()
     def measure(self, text: Ids) -> tuple[float, list[float]]:
         """Tokens per second of plain decoding behind a text, and milliseconds of a pass of each number of nodes.
 
         Chains have as many nodes as trees, and take as long.
         """
-        stream = self.engine.stream(text, max_new_tokens=self.options.max_new_tokens, ignore_eos=True)
-        times = [time.perf_counter() for _ in stream]  # the first one is behind the prompt
-        speed, nodes = (len(times) - 1) / (times[-1] - times[0]), self.options.all_nodes
+        speed, nodes = self.speed(text), self.options.all_nodes
         drafts = [Draft.on_tree(Tree.chain(count - 1), torch.tensor([text[:count]])) for count in nodes]
         runner = runner_for(self.target)
         rows, _, _ = runner.prefill([text])
@@ -180,11 +195,11 @@ class DraftHeads:
 class LlamaCpp:
     """llama.cpp, in a process of its own. Its Python interface has no part in what is timed."""
 
-    def __init__(self, options: Options, source: Path, kind: str) -> None:
+    def __init__(self, options: Measured, source: Path, kind: str) -> None:
         self.options, path = options, source.with_name(f"{kind}.gguf")
         given = {"source": str(source), "gguf": str(path), "kind": kind, "threads": options.threads, "lookup": False}
-        longest = options.length + max(options.max_new_tokens, *options.all_nodes) + 8
-        given |= {"max_length": longest, "max_batch_size": 1, "nodes": options.all_nodes, "repeats": options.repeats}
+        given |= {"max_length": options.longest, "max_batch_size": 1}
+        given |= {"nodes": options.all_nodes, "repeats": options.repeats}
         log = options.environments / "logs" / f"big-{kind}.log"
         python = python_of("llama-cpp", options.environments)
         limits = {"threads": options.threads, "log": log, "timeout": options.timeout}
@@ -212,9 +227,9 @@ Program = DraftHeads | LlamaCpp
 
 
 @contextmanager
-def folder_for_model(options: Options) -> Iterator[Path]:
+def folder_for_model(options: Measured, size: str) -> Iterator[Path]:
     options.folder.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"random-{options.size}-", dir=options.folder))
+    folder = Path(tempfile.mkdtemp(prefix=f"random-{size}-", dir=options.folder))
     try:
         yield folder
     finally:
@@ -224,10 +239,10 @@ def folder_for_model(options: Options) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(options: Options, folder: Path, programs: dict[str, Program]) -> dict[str, str]:
+def start(options: Measured, size: str, folder: Path, programs: dict[str, Program]) -> dict[str, str]:
     """Write the model and load all programs into ``programs``. Returns why some cannot be measured, by name."""
     failed: dict[str, str] = {}
-    config, source = CONFIGS[options.size], folder / "source.gguf"
+    config, source = CONFIGS[size], folder / "source.gguf"
     say("writing the model")
     write_model(config, folder)
     if options.kinds:
@@ -260,11 +275,21 @@ def measured(options: Options, programs: dict[str, Program]) -> tuple[list[Row],
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             bandwidths.append(step.bytes_per_second())
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)
             speed, passes = programs[name].measure(text)
             rows[name].speeds.append(speed)
             rows[name].passes.append(passes)
     return list(rows.values()), bandwidths
+
+
+def timer_of(target: TargetModel) -> StepTimer:
+    """Times steps with an untrained Hydra head of `draftheads train`'s default size."""
+    sizes: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    small = min(_DRAFT_VOCABULARY, target.vocab_size)
+    head = HydraHead(HydraConfig(**sizes, num_heads=_DEPTH, draft_vocab_size=small))
+    head.requires_grad_(requires_grad=False).bind(target.weights)
+    head.speed_up()
+    return StepTimer(target, head)
 
 
 @torch.inference_mode()
@@ -273,12 +298,7 @@ def bounds_of(target: TargetModel, options: Options, bandwidth: float) -> Bounds
     computing = 2e3 * step.num_weights(target) / step.operations_per_second(target)
     drafting = [options.draft_ms or 0.0] * len(options.all_nodes)
     if options.draft_ms is None:
-        sizes: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        small = min(_DRAFT_VOCABULARY, target.vocab_size)
-        head = HydraHead(HydraConfig(**sizes, num_heads=_DEPTH, draft_vocab_size=small))
-        head.requires_grad_(requires_grad=False).bind(target.weights)
-        head.speed_up()
-        timer = StepTimer(target, head)
+        timer = timer_of(target)
         for place, count in enumerate(options.all_nodes[1:], 1):
             tree = BestFirst(count, max_depth=min(_DEPTH, count - 1), min_level_probability=None)
             drafting[place] = min(timer.draft(1, tree) for _ in range(4))
@@ -332,9 +352,9 @@ def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     facts = machine(options.threads)
     programs: dict[str, Program] = {}
-    with folder_for_model(options) as folder:
+    with folder_for_model(options, options.size) as folder:
         try:
-            failed = start(options, folder, programs)
+            failed = start(options, options.size, folder, programs)
             if not programs:
                 sys.exit("\n".join(f"error: {name}: {reason}" for name, reason in failed.items()))
             rows, bandwidths = measured(options, programs)

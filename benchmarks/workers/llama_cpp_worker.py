@@ -90,14 +90,16 @@ class Batched:
         start = time.perf_counter()
         for position in range(len(prompt), len(prompt) + max_new_tokens - 1):
             answer.append(self._decoded({0: answer[-1:]}, [position])[0])
-        seconds, medians = time.perf_counter() - start, []
+        seconds, medians, position = time.perf_counter() - start, [], len(prompt) + max_new_tokens - 1
         for count in nodes:
             times = []
             for _ in range(repeats):
-                llama_cpp.llama_memory_seq_rm(memory, 0, len(prompt), -1)
+                if llama_cpp.llama_memory_seq_rm(memory, 0, len(prompt), -1):
+                    position = len(prompt)  # recurrent states cannot go back: their passes follow one another
                 before = time.perf_counter()
-                self._decoded({0: prompt[:count]}, [len(prompt)], all_logits=True)
+                self._decoded({0: prompt[:count]}, [position], all_logits=True)
                 times.append(time.perf_counter() - before)
+                position += count
             medians.append(statistics.median(times))
         return Answers([answer], decode_seconds=seconds, batch_seconds=tuple(medians))
 
