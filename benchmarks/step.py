@@ -147,14 +147,15 @@ def main(options: Options) -> None:
         read_ms = 1e3 * weight_bytes(model) / bandwidth
         columns = ["rows", "text", "nodes", "step, ms", "reading, ms", "computing, ms", "× the larger bound"]
         title = f"{options.model} in {model.precision}, {rate / 1e9:.0f} billion operations/s"
-        table = table_of(*columns, *(["recurrences, ms"] if model.is_recurrent else []), title=title)
+        by_modules = model.is_recurrent and model.native is None  # in a native pass they are not alone
+        table = table_of(*columns, *(["recurrences, ms"] if by_modules else []), title=title)
         for length, rows, nodes in product(options.lengths, options.rows, options.nodes):
             if rows * nodes > 128:
                 continue
             sums = 2e3 * numbers * rows * nodes / rate
             times = {"step_ms": step_ms(model, rows, nodes, length, options), "read_ms": read_ms, "sums_ms": sums}
             cells = [*(f"{value:.1f}" for value in times.values()), f"{times['step_ms'] / max(read_ms, sums):.2f}"]
-            if model.is_recurrent:
+            if by_modules:
                 cells.append(f"{recurrences_ms(model, rows, nodes, length, options):.1f}")
             table.add_row(str(rows), str(length), str(nodes), *cells)
             found.append({"precision": model.precision, "rows": rows, "length": length, "nodes": nodes, **times})
