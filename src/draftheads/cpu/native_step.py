@@ -237,7 +237,7 @@ class NativeStep:
             *(KINDS[self.cache_dtype], KINDS[self.dtype], table_kind, vocab),
             *(sizes.is_parallel, self._turns.are_neighbours, own.norms_whole, own.has_gates, self._caches),
             *(own.scaling, own.cap, float(getattr(embedding, "embed_scale", 1.0)), sizes.residual_scale),
-            Gate(*sizes.gate),
+            Gate(*(sizes.gate or ())),
             self._norm(final, self.size),
             self._layers,
             *table,
