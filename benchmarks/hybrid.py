@@ -42,7 +42,9 @@ class Options(big.Measured):
     """Nodes of trees, or tokens of llama.cpp's batch. Passes of one node are measured, too."""
     max_new_tokens: int = 32
     """Tokens of plain decoding."""
-    repeats: int = 5
+    rounds: int = 2
+    """How often everything is measured. With two, a quiet machine with two cores needs about six minutes in all."""
+    repeats: int = 3
     """Passes of each kind in a round; their median counts."""
     prompt: int = 1000
     """Tokens of a long prompt, read once in each round."""
