@@ -110,6 +110,7 @@ def test_two_processes_train_the_same_head_as_one(world: Path, single: Path):
     assert_same_training(single, double)
     assert output.count("saved in") == output.count("reading data") == 1  # only the first one prints
     assert output.count("tokenized here") == 1
+    assert " texts by 2 processes" in output
     assert {path.name for path in double.iterdir()} == {path.name for path in single.iterdir()}
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (single, double)]
     assert metrics[0]["num_steps"] == metrics[1]["num_steps"] == len(lines(double))

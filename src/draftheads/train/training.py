@@ -214,7 +214,9 @@ class Run:
         return Learner(self.head, weights, loss=loss, depth_decay=decay, noise_alpha=noise)
 
     def train(self) -> dict[str, Any]:
-        self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
+        number = processes.count()
+        by = f" by {counted(number, 'process')}" if number > 1 else ""
+        self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}{by}")
         started = time.monotonic()
         self.trained = self.module()
         parts = self.trained, self.optimizer(), self.steps(), self.batches(), self.folder
