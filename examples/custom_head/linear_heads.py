@@ -18,6 +18,7 @@ class LinearConfig(HeadConfig):
     """The settings of all heads, and one more."""
 
     method: ClassVar[str] = "linear"
+    one_layer: ClassVar[str] = "a linear head"  # other values of --num-layers are refused
 
     scale: float = 1.0
     """Factor of the layer's output. It is set by ``--head-options scale=0.5`` and saved with the head."""

@@ -88,6 +88,11 @@ def test_compare_heads_has_a_row_for_the_head(head: Path, model: Path, tmp_path:
     assert 3 * 32 * 32 in [row.num_parameters for row in found.rows], "three layers; the lm_head is the model's"
 
 
+def test_more_layers_than_the_head_has_are_refused(installed: None):
+    with pytest.raises(draftheads.DraftHeadsError, match="num_layers is 2; a linear head has one layer"):
+        heads.head_classes("linear")[0](hidden_size=8, vocab_size=16, num_layers=2)
+
+
 def test_info_lists_the_method_and_describes_the_head(head: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["info"]) == main(["info", str(head)]) == 0
     listed, described = capsys.readouterr().out.split("Methods that can be trained:")[1].split("\n", 1)

@@ -149,7 +149,7 @@ def test_train_prints_the_settings_of_its_recipe(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(train_command, "train", lambda *_: None)
     train_command.run(parsed(*BASICS, "--recipe", "hydra", "--epochs", "3", "--method", "hydra"))
     out = capsys.readouterr().out
-    assert "recipe hydra" in out
+    assert out.startswith(f"recipe hydra: {RECIPES['hydra'].description}\n")
     for name, value in RECIPES["hydra"].settings.items():
         row = next(line for line in out.splitlines() if f" {name} " in line)
         assert str(value) in row

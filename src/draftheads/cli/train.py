@@ -31,6 +31,7 @@ def run(options: TrainOptions) -> None:
     quiet_transformers()
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
+        console.print(f"recipe {options.recipe}: {recipe(options.recipe).description}")
         console.print(recipe_table(options))
     with ProgressDisplay(console) as display:
         report = train(options, display)
@@ -53,7 +54,7 @@ def recipe_table(options: TrainOptions) -> Table:
     """All settings of the recipe with their sources, and the values that replace them."""
     assert options.recipe is not None
     chosen = recipe(options.recipe)
-    table = Table("option", "value", "source", title=f"recipe {options.recipe}: {chosen.description}")
+    table = Table("option", "value", "source")
     values = vars(options)
     for name, value in chosen.settings.items():
         now = values[name]

@@ -218,10 +218,10 @@ class Drafting:
     draft_model: str | None = None
     """A smaller model drafts in place of a head. With the same tokenizer: a folder or a Hugging Face id."""
     tree: str = "auto"
-    """What is drafted. auto: as many nodes as pay, by the head's acceptance profile and the costs here; plain: nothing;
-    24: growing trees of so many nodes; static:24: the head's best fixed tree; drawn:3: chains of sampled tokens, for
-    --acceptance rejection or block; JSON such as '[[0],[1],[0,0]]' or a file of it: this tree; or an acceptance.json,
-    as auto."""
+    """What is drafted: auto, plain, 24, static:24, drawn:3, or a tree. auto: the fastest number of nodes, by the head's
+    acceptance profile and the costs here; plain: nothing; 24: growing trees of so many nodes; static:24: the head's
+    best fixed tree; drawn:3: chains of sampled tokens, for --acceptance rejection or block; JSON such as
+    '[[0],[1],[0,0]]' or a file of it: this tree; or an acceptance.json, as auto."""
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
     corpus: str | None = None
@@ -239,11 +239,12 @@ class Drafting:
         fills_shapes = self.draft_model is not None and not isinstance(shape, ByProfile)
         if is_head or fills_shapes or shape in (ROOT_ONLY, ByProfile()):
             return
-        if isinstance(shape, ByProfile) and shape.profile != "auto":
-            raise InvalidSettings(f"tree {shape.profile} is a head's profile: give a draft head by head=…")
-        shown = f"a tree of {counted(shape.num_nodes, 'node')}" if isinstance(shape, Tree) else str(self.tree)
-        what = f"{self.head} fills no tree" if self.head else "nothing is there to fill it"
-        raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
+        if isinstance(shape, ByProfile) and (shape.profile != "auto" or self.draft_model is not None):
+            named = self.tree if shape.profile == "auto" else shape.profile
+            raise InvalidSettings(f"tree {named} is of a head's profile: give a draft head (head)")
+        shown = f"a tree of {counted(shape.num_nodes, 'node')}" if isinstance(shape, Tree) else f"tree {self.tree}"
+        what = f"{self.head} takes no tree: leave it out" if self.head else "this tree needs a drafter"
+        raise InvalidSettings(f"{shown}: {what}; give a draft head (head) or a smaller model (draft_model)")
 
     @cached_property
     def shape(self) -> Shape | ByProfile:

@@ -23,7 +23,7 @@ class ReproduceOptions:
     """
 
     tables: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Tables. Names, or your own files (.toml)."""
+    """Names of tables, or your own files (.toml); without any, all tables are listed."""
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class ReproduceOptions:
     data: tuple[Path, ...] = ()
     """Chats to train on, for tables that train heads."""
     train: tuple[str, ...] = ()
-    """Settings of training for all heads. NAME=VALUE, such as max_tokens=100000, epochs=2 or text=FILE."""
+    """Settings of training for all heads, NAME=VALUE. Such as max_tokens=100000, epochs=2 or text=FILE."""
     quality: tuple[MeasureName, ...] = ()
     """Measures of the answers in place of the table's."""
     out: Path = Path("reproduced")
