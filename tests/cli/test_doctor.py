@@ -59,6 +59,8 @@ def test_findings_are_lines_with_marks_and_advice(run: Run, monkeypatch: pytest.
     ]
     monkeypatch.setattr(doctor, "examine", lambda _: FOUND[:1])
     assert run(["doctor"]).out.endswith("\n\nNothing to do.\n")
+    monkeypatch.setattr(doctor, "examine", lambda _: [Finding("[lora]", "peft missing", "pip install x", "-")])
+    assert run(["doctor"]).out.endswith("\n\nNothing must be done; what is marked with - is optional.\n")
 
 
 @pytest.mark.parametrize("broken", ["torch", "transformers"])

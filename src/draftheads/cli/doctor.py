@@ -54,7 +54,7 @@ class DoctorOptions:
 
 def run(options: DoctorOptions) -> None:
     """Prints each fact as soon as it is found."""
-    console, to_do = Console(highlight=False), []
+    console, to_do, done = Console(highlight=False), [], "Nothing to do."
     for finding in examine(options.model):
         mark, style = (finding.mark, "bold yellow") if finding.advice else ("+", "green")
         console.print(Text.assemble(f"{finding.name:<14} ", (f"{mark:<2} ", style), finding.text), soft_wrap=True)
@@ -62,7 +62,9 @@ def run(options: DoctorOptions) -> None:
             console.print(Text(f"{'':18}-> {finding.advice}"), soft_wrap=True)
         if mark.startswith("!"):
             to_do.append(finding)
-    console.print(f"\n{counted(len(to_do), 'thing')} to do, marked with !" if to_do else "\nNothing to do.")
+        elif mark == "-":
+            done = "Nothing must be done; what is marked with - is optional."
+    console.print(f"\n{counted(len(to_do), 'thing')} to do, marked with !" if to_do else f"\n{done}")
     if missing := [finding for finding in to_do if finding.mark == "!!"]:
         problems = "; ".join(f"{finding.name} {finding.text}" for finding in missing)
         raise MissingDependency(f"draftheads cannot work here: {problems}. Run: {missing[0].advice}")
