@@ -144,22 +144,40 @@ inline float total(Vec v) {
 #endif
 }
 
-// The totals of four vectors, each in the same order.
-inline void totals_of_four(const Vec *v, float *totals) {
-#if defined(__AVX2__)
-    __m128 four[4];
-    for (int i = 0; i < 4; i++) {
+// The totals of four vectors of each row, all in the same order: halves, quarters, and then neighbours.
+template <int rows>
+[[gnu::always_inline]] inline void totals_of_fours(const Vec (*v)[4], float scaling, float *const *totals) {
 #if defined(__AVX512F__)
-        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v[i]), _mm512_extractf32x8_ps((__m512)v[i], 1));
-#else
-        const __m256 half = (__m256)v[i];
-#endif
-        four[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    __m512 fours[4];  // of a row: four lanes of each vector
+    for (int r = 0; r < rows; r++) {
+        __m512 halves[2];
+        for (int i = 0; i < 2; i++) {
+            const __m512 a = (__m512)v[r][2 * i], b = (__m512)v[r][2 * i + 1];
+            halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        }
+        fours[r] = _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
     }
-    const __m128 pairs = _mm_hadd_ps(four[0], four[1]), others = _mm_hadd_ps(four[2], four[3]);
-    _mm_storeu_ps(totals, _mm_hadd_ps(pairs, others));
+    for (int r = rows; r < 4; r++) fours[r] = fours[0];
+    auto neighbours = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); };
+    const __m512 low = neighbours(fours[0], fours[1]), high = rows > 2 ? neighbours(fours[2], fours[3]) : low;
+    const __m512i by_row = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512 all = _mm512_mul_ps(_mm512_permutexvar_ps(by_row, neighbours(low, high)), _mm512_set1_ps(scaling));
+    _mm_storeu_ps(totals[0], _mm512_castps512_ps128(all));
+    if constexpr (rows > 1) _mm_storeu_ps(totals[1], _mm512_extractf32x4_ps(all, 1));
+    if constexpr (rows > 2) _mm_storeu_ps(totals[2], _mm512_extractf32x4_ps(all, 2));
+    if constexpr (rows > 3) _mm_storeu_ps(totals[3], _mm512_extractf32x4_ps(all, 3));
 #else
-    for (int i = 0; i < 4; i++) totals[i] = total(v[i]);
+    for (int r = 0; r < rows; r++) {
+#if defined(__AVX2__)
+        __m128 four[4];
+        for (int i = 0; i < 4; i++)
+            four[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[r][i]), _mm256_extractf128_ps((__m256)v[r][i], 1));
+        const __m128 pairs = _mm_hadd_ps(four[0], four[1]), others = _mm_hadd_ps(four[2], four[3]);
+        _mm_storeu_ps(totals[r], _mm_mul_ps(_mm_hadd_ps(pairs, others), _mm_set1_ps(scaling)));
+#else
+        for (int i = 0; i < 4; i++) totals[r][i] = total(v[r][i]) * scaling;
+#endif
+    }
 #endif
 }
 
@@ -185,6 +203,9 @@ inline bool any(IntVec is_true) {
 }
 
 inline float largest(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float most = v[0];
     for (int i = 1; i < kLanes; i++) most = v[i] > most ? v[i] : most;
     return most;
@@ -287,7 +308,7 @@ constexpr float kTiny = 1e-36f;  // so small numbers become 0: 127 divided by on
 // some that stand for 0.
 float quantise(const float *row, const float *smooth, int in, int more, char *rounded_row) {
     Vec most = {}, strange = {};  // strange: not a number if one of them is none
-    auto numbers = [&](int i) {
+    auto numbers = [&](int i) __attribute__((always_inline)) {
         const int count = in - i < kLanes ? in - i : kLanes;
         const Vec x = count == kLanes ? load(row + i) : load_some(kFloat32, reinterpret_cast<const char *>(row + i), count);
         if (!smooth) return x;
@@ -351,10 +372,13 @@ void prepare(const Weight &weight, const float *row, void *prepared) {
 
 constexpr int kPairs = kKinds;  // bf16 weights with bf16 inputs, two products in an instruction
 
-template <int bytes>
+// Where memory takes longer than the products of some rows, wide vectors fetch from farther, into the second-level cache: more
+// such requests are under way at a time.
+template <int bytes, bool is_light = false>
 inline void fetch(const char *weight, Ahead &ahead) {
     for (int at = 0; at < bytes; at += 64) {
-        if (!kFetchesNext || ahead.is_cold) __builtin_prefetch(weight + (kFetchesNext && ahead.are_few ? kNear / 2 : kNear) + at);
+        if (!kFetchesNext && is_light) __builtin_prefetch(weight + 2 * kNear + at, 0, 2);
+        else if (!kFetchesNext || ahead.is_cold) __builtin_prefetch(weight + (kFetchesNext && ahead.are_few ? kNear / 2 : kNear) + at);
         if (kFetchesNext && !ahead.are_few) __builtin_prefetch(ahead.next, 0, 2);
         ahead.next += ahead.step;
     }
@@ -403,7 +427,7 @@ inline void tile_of_int8(const char *weight, const char *const *x, int in, const
     const int groups = (in + 3) / 4;
     for (int group = 0; group < groups; group++, weight += 4 * kBlock) {
         IntVec w[vecs];
-        fetch<4 * kLanes * vecs>(weight, ahead);
+        fetch<4 * kLanes * vecs, rows <= 8>(weight, ahead);
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 4 * kLanes * v, 4 * kLanes);
         for (int r = 0; r < rows; r++)
@@ -811,7 +835,7 @@ void add_silu(const float *base, const float *x, int size, float *out) {
 
 // --- attention ---
 
-constexpr int kAttendRows = kLanes == 16 ? 4 : 2, kAttendKeys = 4, kAttendVecs = 4;
+constexpr int kAttendRows = kLanes == 16 ? 5 : 2, kAttendKeys = 4, kAttendVecs = 4;
 
 // Keys or values of one text and group.
 struct Entries {
@@ -852,11 +876,13 @@ inline void score(const float *const *queries, const Entries &keys, const Slots 
                 for (int i = 0; i < kAttendKeys; i++) add_product(sums[r][i], query, key[i]);
             }
         }
-        for (int r = 0; r < rows; r++) {
-            float four[kAttendKeys];
-            totals_of_four(sums[r], four);
-            for (int i = 0; i < count; i++) out[r][k + i] = four[i] * scaling;
-        }
+        float rest[rows][kAttendKeys], *to[rows];
+        for (int r = 0; r < rows; r++) to[r] = count == kAttendKeys ? out[r] + k : rest[r];
+        constexpr int most = rows < 4 ? rows : 4;
+        totals_of_fours<most>(sums, scaling, to);
+        if constexpr (rows > most) totals_of_fours<rows - most>(sums + most, scaling, to + most);
+        for (int r = 0; r < rows && count < kAttendKeys; r++)
+            for (int i = 0; i < count; i++) out[r][k + i] = rest[r][i];
     }
 }
 
@@ -911,8 +937,9 @@ template <int kind, int whole>
 void attend_to(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float cap, float *scratch) {
     constexpr int rows = kAttendRows;
     const int size = keys.size, padded = (size + kLanes - 1) / kLanes * kLanes;
-    for (int first = 0; first < count; first += rows) {
-        const int few = count - first < rows ? count - first : rows;
+    const int pieces = (count + rows - 1) / rows;
+    for (int piece = 0, first = 0, few; piece < pieces; piece++, first += few) {
+        few = count * (piece + 1) / pieces - first;
         const Query *of = queries + first;
         int begin = of[0].start, end = of[0].end;  // what all see
         for (int r = 1; r < few; r++) {
@@ -938,7 +965,10 @@ void attend_to(const Query *queries, int count, const Entries &keys, const Entri
         auto together = [&](auto work) {
             if (few == 1) work(std::integral_constant<int, 1>());
             else if (few == 2) work(std::integral_constant<int, 2>());
-            else if constexpr (rows > 2) few == 3 ? work(std::integral_constant<int, 3>()) : work(std::integral_constant<int, 4>());
+            else if constexpr (rows > 2)
+                few == 3   ? work(std::integral_constant<int, 3>())
+                : few == 4 ? work(std::integral_constant<int, 4>())
+                           : work(std::integral_constant<int, 5>());
         };
         for (int r = 0; r < few; r++) at[r] = scores[r] + (begin - of[r].start);
         if (common.count)

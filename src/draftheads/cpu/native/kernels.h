@@ -13,7 +13,7 @@ enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 
 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
 constexpr int kMostHead = 256;  // numbers of a head
-constexpr int kMostTogether = 4;
+constexpr int kMostTogether = 5;
 constexpr int kColumns = 32;  // of a recurrence's state that are computed together
 constexpr int kInputs = 32;   // of int4 that have a scale and a least number together
 constexpr int kInputsBytes = kBlock * (kInputs / 2 + 4);  // of them in a block
