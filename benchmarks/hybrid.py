@@ -43,7 +43,7 @@ class Options(big.Measured):
     max_new_tokens: int = 32
     """Tokens of plain decoding."""
     rounds: int = 2
-    """How often everything is measured. With two, a quiet machine with two cores needs about six minutes in all."""
+    """How often everything is measured. Two take about six minutes on two quiet cores, by an estimate."""
     repeats: int = 3
     """Passes of each kind in a round; their median counts."""
     prompt: int = 1000

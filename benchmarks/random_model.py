@@ -238,6 +238,10 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if kind == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     elif kind == "qwen3_5_text":
+        if config.linear_num_key_heads != config.linear_num_value_heads:
+            raise ValueError(
+                "linear_num_value_heads must equal linear_num_key_heads: llama.cpp has others in another order"
+            )
         writer.add_rope_dimension_sections([11, 11, 10, 0])  # of a text's positions all are the same
         writer.add_full_attention_interval(1 + config.layer_types.index("full_attention"))
         sizes = (config.linear_conv_kernel_dim, config.linear_key_head_dim, config.linear_num_key_heads)

@@ -99,5 +99,11 @@ def test_a_file_of_lfm2_is_as_its_converter_would_write_it(written: tuple[dict[s
     assert "token_embd_norm.weight" in {tensor.name for tensor in reader.tensors}
 
 
+def test_heads_that_llama_cpp_has_in_another_order_are_refused(tmp_path: Path):
+    config = random_model.Qwen3_5TextConfig(linear_num_key_heads=16, linear_num_value_heads=32)
+    with pytest.raises(ValueError, match="must equal linear_num_key_heads"):
+        random_model.write_gguf(config, tmp_path, tmp_path / "model.gguf")
+
+
 def test_the_examples_in_docstrings_hold():
     assert doctest.testmod(hybrid).failed == 0
