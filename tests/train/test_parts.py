@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations import accelerate as accelerate_of_transformers
 
 from draftheads.cli.main import main
 from draftheads.data.texts import load_texts
-from draftheads.errors import DataError, DataWarning
+from draftheads.errors import DataError, DataWarning, InvalidSettings, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.train import training
 from draftheads.train.training import Run
@@ -160,3 +161,36 @@ def test_a_model_of_which_all_is_loaded_is_said_once(world: Path, tmp_path: Path
     run = trained(tmp_path / "second", **how)
     assert run.target.has_layers
     assert said(run).count("no safetensors files") == 1
+
+
+@pytest.mark.parametrize("method", ["hydra", "eagle3"])
+def test_a_spread_model_gives_the_same_head(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str):
+    how = {"model": str(world / "model"), "method": method, "data": (world / "chats.jsonl",)}
+    trained(tmp_path / "whole", **how)
+    # so little that some layers stay on the disk
+    monkeypatch.setattr(accelerate_of_transformers, "get_max_memory", lambda *_: {"cpu": 60_000})
+    run = trained(tmp_path / "spread", spread=True, **how)
+    assert "on cpu" in said(run)
+    assert "on disk" in said(run)
+    assert not run.target.has_layers
+    for key, expected in tensors(tmp_path / "whole").items():
+        assert torch.equal(tensors(tmp_path / "spread")[key], expected), key
+    profile, expected = (read_json(tmp_path / name / "acceptance.json") for name in ("spread", "whole"))
+    assert profile == expected
+    base, expected = (read_json(tmp_path / name / "config.json")["base"] for name in ("spread", "whole"))
+    assert base == expected
+
+
+def test_a_spread_model_verifies_no_trees(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(accelerate_of_transformers, "get_max_memory", lambda *_: {"cpu": 60_000})
+    with pytest.raises(UnsupportedModel, match=r"weights on cpu, meta; drafts are verified on one device"):
+        TargetModel.load(world / "model", dtype="fp32", spread_to=tmp_path)
+
+
+def test_a_spread_model_is_not_tuned_and_has_one_process(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    how = {"model": str(world / "model"), "data": (world / "chats.jsonl",), "spread": True}
+    with pytest.raises(InvalidSettings, match="--spread is not for --joint"):
+        trained(tmp_path / "out", joint="text", **how)
+    monkeypatch.setattr(training.processes, "count", lambda: 2)
+    with pytest.raises(InvalidSettings, match="there are 2 processes"):
+        trained(tmp_path / "out", **how)

@@ -166,7 +166,9 @@ def check_finite(name: str, model: Any, source: Path | str) -> None:
     Raises:
         UnsupportedModel: there is one in the files at ``source``, or it became one in the model's type.
     """
-    if (found := not_finite(model.state_dict().items())) is not None:
+    # weights that lie on the disk are read later
+    loaded = ((key, weight) for key, weight in model.state_dict().items() if not weight.is_meta)
+    if (found := not_finite(loaded)) is not None:
         check_stored(name, source)
         raise UnsupportedModel(f"{name}: {found} has numbers that are too large for {model.dtype}: use bf16 or fp32")
 

@@ -87,6 +87,7 @@ class TargetModel:
     native: NativeStep | None = None  # computes all layers of a pass on a CPU
     max_length: int | None = None  # most tokens of a text, in place of what the configuration says
     packed: PackedWeights | None = None  # of the cache, until the model has faster modules
+    only_reads: bool = False  # whole texts, over several devices; it verifies no drafts
 
     def __post_init__(self) -> None:
         check_length(self.config, self.max_length, self.model_id, switches=self.long_rope is not None)
@@ -182,7 +183,8 @@ class TargetModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         embedding = self.model.get_input_embeddings()
-        return torch.device("cpu") if isinstance(embedding, RoundedEmbedding) else embedding.weight.device
+        is_elsewhere = isinstance(embedding, RoundedEmbedding) or embedding.weight.is_meta  # fetched when it is used
+        return torch.device("cpu") if is_elsewhere else embedding.weight.device
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -404,7 +406,8 @@ class TargetModel:
                 sizes = f"the input of layer {layer} is {shape} and the last hidden state {tuple(last.shape)}"
                 fix = "a head that reads several layers needs states of one size"
                 raise UnsupportedModel(f"{self.model_id}: {sizes}; {fix}")
-        return last, self.in_own_type(torch.cat([states for states in read if states is not None], -1))
+        inputs_read = [states.to(last.device) for states in read if states is not None]
+        return last, self.in_own_type(torch.cat(inputs_read, -1))
 
     def in_own_type(self, states: Tensor) -> Tensor:
         """Mamba adds the outputs of its layers in fp32."""

@@ -78,7 +78,7 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
             f"{' and '.join(ATTENTION)} take: model.set_attn_implementation('sdpa')"
         )
     places = {str(target.device), *(str(weight.device) for weight in target.model.parameters())}
-    if len(places) > 1 or target.device.type == "meta":
+    if not target.only_reads and (len(places) > 1 or "meta" in places):
         yield (
             f"has weights on {', '.join(sorted(places))}; drafts are verified on one device: load it with device=…, "
             "and with four_bit=True if it is too large"

@@ -84,6 +84,7 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool  # whether code that comes with the model may run
     whole: bool  # also what reads images, which text does not need but a copy on disk does
     parts: Parts | None  # the model without its layers
+    spread_to: Path | None  # the whole model over all devices, the memory, and this folder for what they do not hold
     packed: "PackedWeights | None"  # of the cache: they are used in place of those in the files
     check: "Callable[[Any], None] | None"  # called with the configuration before weights are read; may raise an error
 
@@ -114,6 +115,8 @@ def load_pretrained(
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     check, trusted = given.pop("check", None), given.pop("trust_remote_code", False)
     packed, whole, parts = given.pop("packed", None), given.pop("whole", False), given.pop("parts", None)
+    if (spread_to := given.pop("spread_to", None)) is not None:
+        given["device_map"] = "auto"
     _check_options(device, given)
     place, source = device_named(device), resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
@@ -125,6 +128,7 @@ def load_pretrained(
     compute = dtype_named(dtype) or default_dtype(place)
     # if trust_remote_code is left out, transformers asks on the terminal
     how = {"attn_implementation": given.get("attn_implementation"), "trust_remote_code": trusted}
+    how |= {} if spread_to is None else {"offload_folder": str(spread_to)}
     model: PreTrainedModel
     if adapter is not None:
         if parts is not None:

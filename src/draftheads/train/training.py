@@ -6,12 +6,15 @@ Heads are trained for a frozen model; ``joint.py`` trains them together with it.
 import copy
 import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,12 +28,12 @@ from draftheads.data.files import check_readable
 from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.data.records import check_chats
 from draftheads.data.texts import read_texts as plain_texts
-from draftheads.errors import DataError, MissingDependency, UnsupportedModel, first_line
+from draftheads.errors import DataError, InvalidSettings, MissingDependency, UnsupportedModel, first_line
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import dated, reads_variable
 from draftheads.models.fingerprint import Parts
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import load_config
+from draftheads.models.pretrained import load_config, load_pretrained
 from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -118,6 +121,10 @@ class Run:
         return report
 
     def check_packages(self) -> None:
+        if self.options.spread and processes.count() > 1:
+            fix = "run it as one process; its --features can then be trained on by several"
+            number = f"there are {processes.count()} processes"
+            raise InvalidSettings(f"--spread uses all devices of a host, and {number}: {fix}")
         if self.options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
             raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes", extra="quantised")
 
@@ -151,10 +158,12 @@ class Run:
             chat_template=chat_template_text(self.options),
             check=self.check_model,
         )
-        if self.has_states():
+        if self.options.spread or self.has_states():
             try:
                 return load(parts=Parts())
             except UnsupportedModel as error:
+                if self.options.spread:
+                    raise
                 self.progress.stage(f"loading all of {self.options.model}: {first_line(error)}")
         return load()
 
@@ -198,9 +207,24 @@ class Run:
         data = self.claim(plan_training(LiveStore(target, texts), options))
         self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
         self.features, started = options.features or options.out / "features", time.monotonic()
-        store = with_hidden_states(target, texts, options, self.progress, layers)
+        with self.reader() as reader:
+            store = with_hidden_states(reader, texts, options, self.progress, layers)
         self.reading_seconds = time.monotonic() - started
         return replace(data, store=store)
+
+    @contextmanager
+    def reader(self) -> Iterator[TargetModel]:
+        """The model that reads texts: the target, or of ``--spread`` the whole model, until the texts are read."""
+        if not self.options.spread or self.target.has_layers or self.has_states():
+            yield self.target
+            return
+        with TemporaryDirectory(dir=self.options.out) as folder:
+            how: Any = {"tokenizer": self.target.tokenizer, "dtype": self.target.dtype, "spread_to": Path(folder)}
+            model: Any = load_pretrained(self.options.model, **how)[0]
+            places = Counter(map(str, model.hf_device_map.values()))
+            parts = (f"{counted(number, 'part')} on {place}" for place, number in places.items())
+            self.progress.stage(f"the model is spread: {', '.join(parts)}")
+            yield replace(self.target, model=model, only_reads=True)
 
     def claim(self, data: TrainingData) -> TrainingData:
         if self.has_texts and reads_variable(self.target, "strftime_now"):
