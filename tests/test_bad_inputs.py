@@ -78,7 +78,7 @@ IN_PYTHON: dict[str, tuple[Callable[[Engine], object], tuple[str, ...]]] = {
     "device is a list": (loaded("model", device=[0]), ("[0]", "cpu")),
     "a tree without its middle": (loaded("model", "medusa", tree=[[0, 0]]), ("[0, 0]", "add [0]")),
     "a tree of words": (loaded("model", "medusa", tree=["a"]), ("a",)),
-    "a tree without a head": (loaded("model", tree=[[0]]), ("head=",)),
+    "a tree without a head": (loaded("model", tree=[[0]]), ("draft head",)),
     "no such profile": (loaded("model", "medusa", tree="none.json"), ("none.json", "give auto, plain")),
     "no such template": (loaded("model", chat_template="nope"), ("nope", "chatml")),
     "an empty quantisation": (loaded("model", quantization_config={}), ("{}", "BitsAndBytesConfig")),

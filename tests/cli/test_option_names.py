@@ -15,6 +15,8 @@ MOST = {"train": 35, "generate": 25, "serve": 22, "chat": 15, "distill": 15, "be
 MOST_IN_ALL = 260
 OF_OTHERS = {"help", "help-verbose", "version", "force-reinstall", "upgrade", "no-deps", "editable", "dataset"}
 OF_OTHERS |= {"spec-type", "spec-draft-n-max", "tensor-parallel-size"}  # llama.cpp, vLLM; and SGLang
+OF_OTHERS |= {"data-parallel-size", "dp-size", "tp-size", "parallel", "split-mode", "tensor-split", "node-rank"}
+OF_OTHERS |= {"kv-transfer-config"}
 OF_OTHERS |= {f"speculative-{name}" for name in ("algorithm", "config", "draft-model-path")}
 CALL_OTHERS = {"export.py", "provenance.py"}  # files with options of other programs, as all in formats/
 

@@ -22,7 +22,7 @@ from draftheads.runners.transformers_runner import as_float_mask
 from draftheads.settings import ROUNDED_BITS, Precision
 from families import FAMILIES, VOCAB, needs_library, tiny_model
 
-NATIVE = [*FAMILIES, "cohere2", "smollm3", "qwen3_moe", "gpt_oss", "olmo3", "olmoe"]
+NATIVE = [*FAMILIES, "cohere2", "smollm3", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmo3", "olmoe", "arcee"]
 
 
 def kinds(model: nn.Module) -> set[type]:
@@ -41,7 +41,7 @@ def test_layers_of_common_families_are_native(family: str):
     assert nn.Linear not in kinds(fast.model)
 
 
-@pytest.mark.parametrize("family", ["exaone4", "ernie4_5", "helium", "arcee", "qwen2_moe", "nemotron"])
+@pytest.mark.parametrize("family", ["exaone4", "ernie4_5", "helium", "nemotron"])
 def test_layers_with_another_computation_are_not_native(family: str):
     """Some have the same names and other positions, and others an activation, an expert or a norm that is not known."""
     target = tiny_model(family)

@@ -1,6 +1,7 @@
 """Heads are trained and tuned with their target's embedding, last norm and lm_head alone, where states are stored."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.integrations import accelerate as accelerate_of_transformers
 
 from draftheads.cli.main import main
 from draftheads.data.texts import load_texts
-from draftheads.errors import DataError, DataWarning, InvalidSettings, UnsupportedModel
+from draftheads.errors import DataError, DataWarning, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.train import training
 from draftheads.train.training import Run
@@ -106,7 +107,7 @@ def test_a_warning_names_states_that_are_not_of_the_text(world: Path, tmp_path: 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """No whole model fits into the memory."""
-    monkeypatch.setattr(training, "fits_memory", lambda *_: False)
+    monkeypatch.setattr(training, "fits_memory", lambda *_, **__: False)
 
 
 def extracted(world: Path, folder: Path, layer_ids: list[int]) -> dict[str, Any]:
@@ -163,15 +164,21 @@ def test_a_model_of_which_all_is_loaded_is_said_once(world: Path, tmp_path: Path
     assert said(run).count("no safetensors files") == 1
 
 
-@pytest.mark.parametrize("method", ["hydra", "eagle3"])
-def test_a_spread_model_gives_the_same_head(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str):
-    how = {"model": str(world / "model"), "method": method, "data": (world / "chats.jsonl",)}
-    trained(tmp_path / "whole", **how)
-    # so little that some layers stay on the disk
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device does not hold the model, and the memory only some of its layers."""
+    monkeypatch.setattr(training, "fits_memory", lambda *_, **__: False)
+    monkeypatch.setattr(training, "reading_dtype", lambda *_: torch.float32)
     monkeypatch.setattr(accelerate_of_transformers, "get_max_memory", lambda *_: {"cpu": 60_000})
-    run = trained(tmp_path / "spread", spread=True, **how)
-    assert "on cpu" in said(run)
-    assert "on disk" in said(run)
+
+
+@pytest.mark.parametrize("method", ["hydra", "eagle3"])
+def test_a_spread_model_gives_the_same_head(world: Path, tmp_path: Path, request: pytest.FixtureRequest, method: str):
+    how = {"model": str(world / "model"), "method": method, "data": (world / "chats.jsonl",), "precision": "fp32"}
+    trained(tmp_path / "whole", **how)
+    request.getfixturevalue("small_machine")
+    run = trained(tmp_path / "spread", **how)
+    assert re.search(r"does not hold the model, which is spread: .*on cpu, .*on disk", said(run))
     assert not run.target.has_layers
     for key, expected in tensors(tmp_path / "whole").items():
         assert torch.equal(tensors(tmp_path / "spread")[key], expected), key
@@ -181,16 +188,13 @@ def test_a_spread_model_gives_the_same_head(world: Path, tmp_path: Path, monkeyp
     assert base == expected
 
 
-def test_a_spread_model_verifies_no_trees(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accelerate_of_transformers, "get_max_memory", lambda *_: {"cpu": 60_000})
+@pytest.mark.usefixtures("small_machine")
+def test_a_spread_model_verifies_no_trees_and_has_one_process(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(UnsupportedModel, match=r"weights on cpu, meta; drafts are verified on one device"):
         TargetModel.load(world / "model", dtype="fp32", spread_to=tmp_path)
-
-
-def test_a_spread_model_is_not_tuned_and_has_one_process(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    how = {"model": str(world / "model"), "data": (world / "chats.jsonl",), "spread": True}
-    with pytest.raises(InvalidSettings, match="--spread is not for --joint"):
-        trained(tmp_path / "out", joint="text", **how)
+    run = Run(chat_options(tmp_path / "out", model=str(world / "model"), data=(world / "chats.jsonl",)), Stages())
     monkeypatch.setattr(training.processes, "count", lambda: 2)
-    with pytest.raises(InvalidSettings, match="there are 2 processes"):
-        trained(tmp_path / "out", **how)
+    with pytest.raises(UnsupportedModel, match="read its texts by one process"):
+        run.load_target()

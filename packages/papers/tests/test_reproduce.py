@@ -320,7 +320,7 @@ def test_variants_that_read_the_same_text_share_its_hidden_states(folder: Path, 
 
     class Watched(FakeProgress):
         def stage(self, text: str) -> None:
-            files = (tmp_path / "states").rglob("*.safetensors")
+            files = (tmp_path / "states").rglob("*.bf16")
             stored.append((text, {path.name: path.stat().st_mtime_ns for path in files}))
 
     variants = {"one": {"method": "medusa"}, "two": {"method": "hydra"}, "all layers": {"method": "eagle3"}}

@@ -193,7 +193,7 @@ def _tune_on_states(options: TuneOptions, features: Path, console: Console) -> N
     with ProgressDisplay(console) as progress:
         how = {"out": options.out, "settings": options.settings, "progress": progress, **options.load.given()}
         profile, folder = tune_on_states(options.model, options.head, features, **how)
-    console.print(f"tokens per step on {profile.num_texts} texts ({profile.num_tokens} tokens)")
+    console.print(f"tokens per step on {counted(profile.num_texts, 'text')} ({counted(profile.num_tokens, 'token')})")
     table = Table("nodes", "static", "growing")
     for nodes in (2, 4, 8, 16, 32, 64):
         kinds = (profile.static_tokens, profile.dynamic_tokens)

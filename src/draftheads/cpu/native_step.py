@@ -201,7 +201,7 @@ class NativeStep:
         """An error in place of reading or writing other memory."""
         model, slots = self._model, [part.shape[3] for part in texts.memory]
         if len(texts.states) != len(texts.memory) * self.has_states:
-            raise ValueError(f"{len(texts.states)} states for {len(texts.memory)} texts")
+            raise ValueError(f"{len(texts.states)} states, and memory of {len(texts.memory)}")
         for text in texts.states:
             forms = [
                 (len(part), part.shape[-1], part.dtype, part.is_contiguous()) for part in (text.states, text.records)

@@ -304,9 +304,9 @@ def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
     return torch.float32 if fits_memory(config, torch.float32) else usual
 
 
-def fits_memory(config: Any, dtype: torch.dtype) -> bool:
-    """Whether a model of this configuration takes at most half of the memory in that type."""
+def fits_memory(config: Any, dtype: torch.dtype, *, part: float = 0.5, unknown: bool = False) -> bool:
+    """Whether a model of this configuration takes at most a part of the memory in that type, if its size is known."""
     try:
-        return dtype.itemsize * num_weights(config) <= memory_bytes() / 2
+        return dtype.itemsize * num_weights(config) <= part * memory_bytes()
     except ValueError:  # a configuration that only its own code knows
-        return False
+        return unknown

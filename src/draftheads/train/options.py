@@ -103,9 +103,6 @@ class TrainOptions(OptionGroup):
     """Gradients are scaled down to this norm."""
     precision: Literal["auto", "bf16", "fp32", "4bit"] = "auto"
     """Type of products. 4bit also holds the model's linear layers in 4 bits (bitsandbytes)."""
-    spread: bool = False
-    """Read texts with a model that one device does not hold. Its layers lie on all devices, in memory and on the disk;
-    heads learn with its embedding, last norm and lm_head alone."""
     save_steps: Annotated[int, FROM_1] = 200
     """Steps between checkpoints. With each, heads are measured on held-out text."""
 
@@ -138,8 +135,6 @@ class TrainOptions(OptionGroup):
             raise InvalidSettings(f"give --data FILE…{others} to train on")
         if self.joint and (self.text or self.features):
             raise InvalidSettings("--text and --features are not for --joint: hidden states change in each step")
-        if self.spread and self.joint:
-            raise InvalidSettings("--spread is not for --joint, which tunes all layers: it needs them on one device")
         if self.joint and self.loss == "eagle":
             raise InvalidSettings("--loss eagle is not for --joint: the model would follow the heads' features")
         if self.joint and self.optimizer == "muon":

@@ -28,7 +28,7 @@ from draftheads.data.files import check_readable
 from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.data.records import check_chats
 from draftheads.data.texts import read_texts as plain_texts
-from draftheads.errors import DataError, InvalidSettings, MissingDependency, UnsupportedModel, first_line
+from draftheads.errors import DataError, MissingDependency, UnsupportedModel, first_line
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import dated, reads_variable
 from draftheads.models.fingerprint import Parts
@@ -59,7 +59,12 @@ from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import NoProgress, Progress
 
+_MOST_OF_DEVICE = 0.9  # of its memory for a model; a larger one is spread
 VALIDATION_TEXTS = 32  # held-out texts that are measured during training; at the end all of them are
+
+
+class _LargerThanDeviceError(Exception):
+    """The model has to be spread to read texts."""
 
 
 class Run:
@@ -121,10 +126,6 @@ class Run:
         return report
 
     def check_packages(self) -> None:
-        if self.options.spread and processes.count() > 1:
-            fix = "run it as one process; its --features can then be trained on by several"
-            number = f"there are {processes.count()} processes"
-            raise InvalidSettings(f"--spread uses all devices of a host, and {number}: {fix}")
         if self.options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
             raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes", extra="quantised")
 
@@ -158,14 +159,15 @@ class Run:
             chat_template=chat_template_text(self.options),
             check=self.check_model,
         )
-        if self.options.spread or self.has_states():
+        if self.has_states():
             try:
                 return load(parts=Parts())
             except UnsupportedModel as error:
-                if self.options.spread:
-                    raise
                 self.progress.stage(f"loading all of {self.options.model}: {first_line(error)}")
-        return load()
+        try:
+            return load()
+        except _LargerThanDeviceError:
+            return load(parts=Parts(), check=partial(check_sizes, self.options))
 
     def has_states(self) -> bool:
         """Whether no text is read with the model, as far as the files tell.
@@ -181,6 +183,13 @@ class Run:
     def check_model(self, config: Any) -> None:
         """Checks the sizes of a model of this configuration, before its weights are read."""
         check_sizes(self.options, config)
+        is_tuned = self.options.joint or self.options.precision == "4bit"
+        if is_tuned or self.has_states() or fits_memory(config, self.dtype(config), part=_MOST_OF_DEVICE, unknown=True):
+            return
+        if processes.count() > 1:
+            fix = "read its texts by one process, with --features FOLDER; several can then train on that folder"
+            raise UnsupportedModel(f"{self.options.model} is larger than the memory of a device: {fix}")
+        raise _LargerThanDeviceError
 
     def dtype(self, config: Any) -> torch.dtype:
         """The type in which a model of this configuration is loaded."""
@@ -214,8 +223,8 @@ class Run:
 
     @contextmanager
     def reader(self) -> Iterator[TargetModel]:
-        """The model that reads texts: the target, or of ``--spread`` the whole model, until the texts are read."""
-        if not self.options.spread or self.target.has_layers or self.has_states():
+        """The model that reads texts: the target, or if it has no layers the whole one, spread until they are read."""
+        if self.target.has_layers or self.has_states():
             yield self.target
             return
         with TemporaryDirectory(dir=self.options.out) as folder:
@@ -223,7 +232,7 @@ class Run:
             model: Any = load_pretrained(self.options.model, **how)[0]
             places = Counter(map(str, model.hf_device_map.values()))
             parts = (f"{counted(number, 'part')} on {place}" for place, number in places.items())
-            self.progress.stage(f"the model is spread: {', '.join(parts)}")
+            self.progress.stage(f"this device does not hold the model, which is spread: {', '.join(parts)}")
             yield replace(self.target, model=model, only_reads=True)
 
     def claim(self, data: TrainingData) -> TrainingData:

@@ -37,6 +37,7 @@ from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
+from draftheads.utils.counts import counted
 from draftheads.utils.machine import by_all_cores
 from draftheads.utils.progress import NoProgress, Progress
 
@@ -148,10 +149,10 @@ def _shown(texts: Iterator[EncodedChat], lines: Mapping[str, int], progress: Pro
     for number, text in enumerate(texts):
         if number % _TEXTS_PER_REPORT == 0:  # lines of zipped files and of tables are not known
             file, _, line = text.source.rpartition(":")
-            progress.progress(min(before[file] + int(line), total), total, f"{num_tokens:,} tokens")
+            progress.progress(min(before[file] + int(line), total), total, counted(num_tokens, "token"))
         num_tokens += len(text.token_ids)
         yield text
-    progress.progress(total, total, f"{num_tokens:,} tokens")
+    progress.progress(total, total, counted(num_tokens, "token"))
 
 
 def with_hidden_states(
