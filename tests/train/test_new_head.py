@@ -17,11 +17,14 @@ from draftheads.data.texts import load_texts
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import num_weights
+from draftheads.train import new_head as new_head_module
 from draftheads.train import run
 from draftheads.train.new_head import Start, frequent_tokens, new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
+from families import tiny_model
 from joint_world import joint_options, train_jointly_for
 from training_world import (
     EOS,
@@ -280,3 +283,10 @@ def test_options_of_one_architecture_are_trained_with_and_saved(target: TargetMo
     both = ("num_attention_heads=4", "num_key_value_heads=3")
     with pytest.raises(InvalidSettings, match=r"num_attention_heads is 4; it must be a multiple of .* \(3\)"):
         options(tmp_path, features, method="eagle", head_options=both)
+
+
+@pytest.mark.parametrize(("part", "fits"), [(0.5, False), (0.9, True)])
+def test_a_model_fits_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch, part: float, fits: bool):
+    config = tiny_model("llama").config
+    monkeypatch.setattr(new_head_module, "memory_bytes", lambda: int(4 * num_weights(config) / 0.8))
+    assert new_head_module.fits_memory(config, torch.float32, part=part) == fits

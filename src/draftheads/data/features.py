@@ -261,7 +261,7 @@ def stored(folder: Path) -> tuple[int, int]:
 def is_complete(folder: Path) -> bool:
     """Whether a store has the hidden states of all its texts."""
     meta = read_meta(folder)
-    with suppress(DataError):  # whoever reads it says what is damaged
+    with suppress(DataError):  # a run that reads the store names the damage
         return meta is not None and stored(folder)[0] == meta.num_documents
     return False
 
