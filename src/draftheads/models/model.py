@@ -183,8 +183,8 @@ class TargetModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         embedding = self.model.get_input_embeddings()
-        is_elsewhere = isinstance(embedding, RoundedEmbedding) or embedding.weight.is_meta  # fetched when it is used
-        return torch.device("cpu") if is_elsewhere else embedding.weight.device
+        is_fetched = self.only_reads and embedding.weight.is_meta  # by accelerate, when it is used
+        return torch.device("cpu") if is_fetched or isinstance(embedding, RoundedEmbedding) else embedding.weight.device
 
     @cached_property
     def dtype(self) -> torch.dtype:
