@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from draftheads.checkpoints.checkpoint import load_head
-from draftheads.data.features import FeatureStore, LiveStore, needed_bytes, shard_path
+from draftheads.data.features import FeatureStore, LiveStore, shard_path
 from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import new_head
-from draftheads.train.training_data import read_texts
+from draftheads.train.training_data import needed_bytes, read_texts
 from training_world import build_features, chat, chat_tokenizer, lines, train_for, train_options, write_chats
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from draftheads.data import features as stores
 from draftheads.data.batches import PlannedBatches, split_held_out
-from draftheads.data.features import LiveStore, Texts, has_room, needed_bytes
+from draftheads.data.features import LiveStore, Texts
 from draftheads.data.lines import LeftOut
 from draftheads.data.texts import EncodedChat, load_blocks, load_texts
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
-from draftheads.train.training_data import plan_training, read_texts, rise_and_cosine
+from draftheads.train.training_data import has_room, needed_bytes, plan_training, read_texts, rise_and_cosine
 from draftheads.utils import machine
 from fake_progress import FakeProgress
 from training_world import (
@@ -53,7 +53,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(training_data.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
 
 
 @pytest.mark.parametrize("method", ["hydra", "eagle3"])
@@ -131,7 +131,7 @@ def test_hidden_states_take_at_most_half_of_the_free_disk(
     texts = load_texts(target, [chats], max_length=64)
     needed = needed_bytes(target, texts)
     for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
-        monkeypatch.setattr(stores.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(training_data.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         assert has_room(target, texts, tmp_path / "there") == fits
     build_features(target, texts, tmp_path / "there")
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))

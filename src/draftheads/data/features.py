@@ -18,7 +18,6 @@ import shutil
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from io import BytesIO
@@ -258,14 +257,6 @@ def stored(folder: Path) -> tuple[int, int]:
     return sum(end - first for first, end in parts), sum(int(texts.starts[end] - texts.starts[i]) for i, end in parts)
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a store has the hidden states of all its texts."""
-    meta = read_meta(folder)
-    with suppress(DataError):  # a run that reads the store names the damage
-        return meta is not None and stored(folder)[0] == meta.num_documents
-    return False
-
-
 def _texts_of(meta: StoreMeta, index: int) -> tuple[int, int]:
     """The first text of a shard, and that of the next one."""
     return meta.shards[index], [*meta.shards, meta.num_documents][index + 1]
@@ -371,18 +362,6 @@ class LiveStore(Documents):
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
         return Document(read_alone(self.target, token_ids, self.layers), token_ids, self.loss_masks[index])
-
-
-def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> int:
-    """The size of the store of these texts on the disk, approximately."""
-    return int(Texts.of(texts).starts[-1]) * (2 * (len(layers) + 1) * target.hidden_size + 5)
-
-
-def has_room(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> bool:
-    """Whether what is missing of the store of these texts takes at most half of the disk that is free."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    needed = needed_bytes(target, texts, layers) * (1 - stored(folder)[1] / int(Texts.of(texts).starts[-1]))
-    return needed <= shutil.disk_usage(there).free / 2
 
 
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:

@@ -45,8 +45,8 @@ from draftheads.models.model_layers import (
     ATTENTION_KINDS,
     FAMILIES,
     LongRope,
-    is_unscaled,
     layer_inputs,
+    logit_scale,
     problems_of,
     recurrent_modules,
     require_layers,
@@ -434,13 +434,7 @@ class TargetModel:
     def _softcap(self) -> float | None:
         return getattr(self.config, "final_logit_softcapping", None)
 
-    @cached_property
-    def _logit_scale(self) -> float:
-        if getattr(self.config, "logits_scaling", None):  # Granite divides
-            return 1.0 / float(self.config.logits_scaling)
-        scales = (getattr(self.config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
-        scale = float(next(filter(None, scales), 1.0))  # Cohere and Falcon-H1 multiply
-        return 1.0 if scale != 1.0 and self.config is not self.model.config and is_unscaled(self) else scale
+    _logit_scale = cached_property(logit_scale)
 
     @cached_property
     def finds_most_likely(self) -> bool:

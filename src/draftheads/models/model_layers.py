@@ -124,8 +124,17 @@ def _logits_error(target: "TargetModel") -> float:
     return float((expected - target.logits(hidden).float()).abs().max()) / max(1.0, float(expected.abs().max()))
 
 
+def logit_scale(target: "TargetModel") -> float:
+    """The factor of a model's logits."""
+    if getattr(target.config, "logits_scaling", None):  # Granite divides
+        return 1.0 / float(target.config.logits_scaling)
+    scales = (getattr(target.config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+    scale = float(next(filter(None, scales), 1.0))  # Cohere and Falcon-H1 multiply
+    return 1.0 if scale != 1.0 and target.config is not target.model.config and _is_unscaled(target) else scale
+
+
 @torch.inference_mode()
-def is_unscaled(target: "TargetModel") -> bool:
+def _is_unscaled(target: "TargetModel") -> bool:
     """Whether a model around the text model leaves the factor of the text model's logits out, as Aya Vision does."""
     hidden, logits = _own_logits(target)
     return bool(((target.lm_head(hidden).float() - logits).norm() <= 1e-2 * logits.norm()).item())

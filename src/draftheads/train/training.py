@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.features import LiveStore, is_complete, read_meta
+from draftheads.data.features import LiveStore, read_meta
 from draftheads.data.files import check_readable
 from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.data.records import check_chats
@@ -49,6 +49,7 @@ from draftheads.train.training_data import (
     MOST_BATCH_TOKENS,
     TrainingData,
     checked_store,
+    is_complete,
     is_extracted,
     plan_training,
     read_texts,

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, islice
@@ -24,8 +26,8 @@ from draftheads.data.features import (
     Texts,
     build_shards,
     claim,
-    has_room,
     read_meta,
+    stored,
 )
 from draftheads.data.files import files_in
 from draftheads.data.lines import LeftOut
@@ -182,9 +184,29 @@ def with_hidden_states(
     return checked_store(target, folder, layers)
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a store has the hidden states of all its texts."""
+    meta = read_meta(folder)
+    with suppress(DataError):  # a run that reads the store names the damage
+        return meta is not None and stored(folder)[0] == meta.num_documents
+    return False
+
+
 def is_extracted(folder: Path) -> bool:
     """Whether the folder has files that vLLM wrote."""
     return read_meta(folder) is None and any(folder.rglob("*.safetensors"))
+
+
+def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> int:
+    """The size of the store of these texts on the disk, approximately."""
+    return int(Texts.of(texts).starts[-1]) * (2 * (len(layers) + 1) * target.hidden_size + 5)
+
+
+def has_room(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> bool:
+    """Whether what is missing of the store of these texts takes at most half of the disk that is free."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed = needed_bytes(target, texts, layers) * (1 - stored(folder)[1] / int(Texts.of(texts).starts[-1]))
+    return needed <= shutil.disk_usage(there).free / 2
 
 
 def checked_store(target: TargetModel, folder: Path | None, layers: Sequence[int]) -> FeatureStore:
