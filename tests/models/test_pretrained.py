@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from cli_world import run_process
 from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, find_gguf, source_of
@@ -33,7 +34,7 @@ from draftheads.models.model_config import DTYPES, default_dtype
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
 from draftheads.utils.machine import NAMES
-from families import tiny_model
+from families import HAS_RECURRENT, tiny_model
 from gguf_world import write_gguf
 
 NAME = SMOLLM2_135M
@@ -171,6 +172,37 @@ def test_loading_a_folder_shows_no_bar(folder: Path, capfd: pytest.CaptureFixtur
     load_pretrained(str(folder), device="cpu")
     assert capfd.readouterr() == ("", "")
     assert logging.is_progress_bar_enabled()  # as the program had it
+
+
+READS_AND_WARNS = """
+import sys, warnings
+import transformers
+import draftheads
+from cli_world import letters_tokenizer
+from transformers.utils import logging
+logging.disable_progress_bar()
+for folder in sys.argv[1:]:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder) if "loaded" in folder else folder
+    draftheads.load(loaded, tokenizer=letters_tokenizer()).generate([[3, 4, 5]], max_new_tokens=4, ignore_eos=True)
+for name in ("integrations.hub_kernels", "models.jamba.modeling_jamba", "modeling_utils"):
+    logging.get_logger(f"transformers.{name}").warning(f"another warning of {name}")
+"""
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
+@pytest.mark.usefixtures("site", "cache")
+def test_advice_to_install_kernels_for_gpus_is_hidden_and_other_warnings_are_not(tmp_path: Path) -> None:
+    """Of a mixer of each kind, by name and as a loaded model."""
+    names = {"qwen3_5_text": "delta", "jamba": "mamba", "zamba2": "shared", "lfm2": "loaded"}
+    for family, name in names.items():
+        changes = {"use_mamba_kernels": False} if family in {"jamba", "zamba2"} else {}
+        tiny_model(family, **changes).model.save_pretrained(tmp_path / name)
+    command = [sys.executable, "-W", "error", "-c", READS_AND_WARNS, *(str(tmp_path / name) for name in names.values())]
+    tests = Path(__file__).parents[1]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tests)
+    assert run_process(["doctor", "--model", str(tmp_path / "mamba")], tmp_path).stderr == ""
+    warned = [line.partition("another warning of ")[2] for line in found.stderr.splitlines()]
+    assert warned == ["integrations.hub_kernels", "models.jamba.modeling_jamba", "modeling_utils"], found.stderr
 
 
 @pytest.mark.usefixtures("site", "cache")

@@ -167,9 +167,10 @@ def find_passes(name: str) -> Finding:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     from draftheads.models.model import TargetModel  # noqa: PLC0415
-    from draftheads.models.pretrained import load_config  # noqa: PLC0415
+    from draftheads.models.pretrained import hide_gpu_advice, load_config  # noqa: PLC0415
     from draftheads.runners.structure import checked  # noqa: PLC0415
 
+    hide_gpu_advice()
     try:
         whole = load_config(name)
         config = whole.get_text_config()

@@ -55,7 +55,7 @@ from draftheads.models.model_layers import (
 )
 from draftheads.models.model_names import name_of_loaded
 from draftheads.models.packed_weights import PackedWeights
-from draftheads.models.pretrained import LoadOptions, load_pretrained
+from draftheads.models.pretrained import LoadOptions, hide_gpu_advice, load_pretrained
 from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
 
@@ -137,6 +137,8 @@ class TargetModel:
         if model.get_output_embeddings() is None:
             raise UnsupportedModel(f"the loaded {kind} has no lm_head: load it with AutoModelForCausalLM")
         check_quantisation(f"the loaded {kind}", model.config)
+        if model.device.type == "cpu":
+            hide_gpu_advice()
         shared = sharing_weights(model).eval()
         return cls(shared, tokenizer, name_of_loaded(model), chat_template, max_length=max_length).warned()
 

@@ -6,6 +6,7 @@ trees.
 
 import contextlib
 import importlib.util
+import logging
 import re
 import warnings
 from collections import Counter
@@ -72,6 +73,11 @@ _NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tenso
 # buffers that models compute now, and heads beside the model that draft for it
 _IGNORABLE = r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$"
 _IGNORABLE += r"|\.num_batches_tracked$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
+_ADVISERS = (
+    "integrations.hub_kernels",
+    *(f"models.{name}.modeling_{name}" for name in ("jamba", "nemotron_h", "zamba2")),
+)
+_ADVICE = ("is falling back to its reference PyTorch implementation", "`use_mamba_kernels=False` is deprecated")
 
 
 class LoadOptions(TypedDict, total=False):
@@ -87,6 +93,16 @@ class LoadOptions(TypedDict, total=False):
     spread_to: Path | None  # the whole model over all devices, the memory, and this folder for what they do not hold
     packed: "PackedWeights | None"  # of the cache: they are used in place of those in the files
     check: "Callable[[Any], None] | None"  # called with the configuration before weights are read; may raise an error
+
+
+def hide_gpu_advice() -> None:
+    """Hides the advice of ``transformers`` to install kernels for recurrent layers, which run on GPUs only."""
+    for name in _ADVISERS:
+        logging.getLogger(f"transformers.{name}").addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in _ADVICE)
 
 
 def load_pretrained(
@@ -119,6 +135,8 @@ def load_pretrained(
         given["device_map"] = "auto"
     _check_options(device, given)
     place, source = device_named(device), resolve_model(name)
+    if place.type == "cpu":
+        hide_gpu_advice()
     adapter = find_adapter(source) if isinstance(source, Path) else None
     if check is not None or callable(dtype):
         config = load_config(name, trust_remote_code=trusted)
