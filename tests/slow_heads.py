@@ -1,5 +1,6 @@
 """Tiny heads with random weights, and their slow twins from the papers' formulas."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -154,11 +155,21 @@ def _each_normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def slow_block(
-    weight: dict[str, Tensor], rows: list[Tensor], hidden: list[Tensor], *, heads: int, groups: int, base: float
+    weight: dict[str, Tensor],
+    rows: list[Tensor],
+    hidden: list[Tensor],
+    *,
+    heads: int,
+    groups: int,
+    base: float,
+    windows: Sequence[int] = (),
+    causal: Sequence[int] = (),
+    halves: bool = True,
 ) -> Tensor:
     """DFlash's block (S, D) after the final norm, row by row, by the names of z-lab's files.
 
-    ``rows`` are the embeddings of the block, behind a text with these hidden states, each (n·D,).
+    ``rows`` are the embeddings of the block, behind a text with these hidden states, each (n·D,). ``windows`` of the
+    layers are in tokens, 0 without one; in ``causal`` layers no row sees a later one; ``halves`` as for ``turned``.
     """
     start = len(hidden)
     context = [rms_norm(weight["fc.weight"] @ h, weight["hidden_norm.weight"]) for h in hidden]
@@ -168,7 +179,7 @@ def slow_block(
 
         def key_value(x: Tensor, position: int, of: dict[str, Tensor] = of) -> tuple[Tensor, Tensor]:
             key = _each_normed((of["self_attn.k_proj.weight"] @ x).view(groups, -1), of["self_attn.k_norm.weight"])
-            return turned(key, position, base), (of["self_attn.v_proj.weight"] @ x).view(groups, -1)
+            return turned(key, position, base, halves=halves), (of["self_attn.v_proj.weight"] @ x).view(groups, -1)
 
         normed = [rms_norm(x, of["input_layernorm.weight"]) for x in rows]
         seen = [key_value(c, i) for i, c in enumerate(context)]
@@ -176,13 +187,16 @@ def slow_block(
         after = []
         for i, x in enumerate(normed):
             query = _each_normed((of["self_attn.q_proj.weight"] @ x).view(heads, -1), of["self_attn.q_norm.weight"])
-            query = turned(query, start + i, base)
+            query = turned(query, start + i, base, halves=halves)
+            last = start + (i if layer in causal else len(rows) - 1)
+            first = max(0, start + i - windows[layer] + 1) if windows and windows[layer] else 0
             attended = []
             for h in range(heads):
                 group = h // (heads // groups)
-                scores = torch.stack([query[h] @ key[group] for key, _ in seen]) / query.shape[1] ** 0.5
+                here = seen[first : last + 1]
+                scores = torch.stack([query[h] @ key[group] for key, _ in here]) / query.shape[1] ** 0.5
                 weights = scores.softmax(0)
-                attended.append(sum(w * value[group] for w, (_, value) in zip(weights, seen, strict=True)))
+                attended.append(sum(w * value[group] for w, (_, value) in zip(weights, here, strict=True)))
             y = rows[i] + of["self_attn.o_proj.weight"] @ torch.cat(attended)  # type: ignore[arg-type]
             z = rms_norm(y, of["post_attention_layernorm.weight"])
             inner = F.silu(of["mlp.gate_proj.weight"] @ z) * (of["mlp.up_proj.weight"] @ z)
@@ -199,13 +213,18 @@ def slow_block_log_probs(
     ``text`` has the block's first token, and the tokens that stand where draft tokens would.
     """
     weight = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
-    found = []
+    found, state = [], torch.zeros(weight["markov_w1.weight"].shape[1] if "markov_w1.weight" in weight else 0)
     for i, row in enumerate(rows if is_shifted else rows[1:]):
         logits = lm_head @ row
         if "markov_w1.weight" in weight:
             e = weight["markov_w1.weight"][text[i]]
             if "gate_proj.weight" in weight:
                 e = torch.sigmoid(weight["gate_proj.weight"] @ torch.cat([row, e]) + weight["gate_proj.bias"]) * e
+            if "joint_proj.weight" in weight:
+                joint = weight["joint_proj.weight"] @ torch.cat([state, e, row]) + weight["joint_proj.bias"]
+                gate, candidate, output = joint.view(3, -1)
+                kept = torch.sigmoid(gate)
+                state, e = kept * state + (1 - kept) * torch.tanh(candidate), torch.tanh(output)
             logits = logits + weight["markov_w2.weight"] @ e
         found.append(logits.log_softmax(-1))
     return torch.stack(found)

@@ -90,6 +90,8 @@ def write_markov_file(
         shapes = {"markov_w1.weight": (model.vocab_size, RANK), "markov_w2.weight": (tokens, RANK)}
     if kind == "gated":
         shapes |= {"gate_proj.weight": (RANK, size + RANK), "gate_proj.bias": (RANK,)}
+    if kind == "rnn":
+        shapes |= {"joint_proj.weight": (3 * RANK, size + 2 * RANK), "joint_proj.bias": (3 * RANK,)}
     tensors = body | {prefix + name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
     markov = {"markov_rank": RANK, "markov_head_type": kind} if kind != "none" else {}
     block = {"block_size": BLOCK, "mask_token_id": MASK, **markov}
@@ -101,6 +103,18 @@ def write_markov_file(
     elif form == "modelopt":
         about = {**block, "projector_type": "dspark", "shift_label": True, "target_layer_ids": [0, -1]}
         config = {**layer, "dflash_config": about}
+    elif form == "specforge":
+        about = {
+            "mask_token_id": MASK,
+            "target_layer_ids": [-1, 0],
+            "projector_type": "dspark",
+            "attention_mode": "gqa",
+        }
+        config = {**layer, **markov, "architectures": ["DSparkDraftModel"], "dflash_config": about}
+    elif form == "lfm2":
+        about = {"mask_token_id": MASK, "target_layer_ids": [-1, 0], "num_target_layers": 2}
+        kinds = {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False, "runtime_block_size": 10}
+        config = {**layer, **markov, **kinds, "dflash_config": about}
     else:
         name = "dflash" if kind == "none" else "dspark"
         config = {
@@ -108,7 +122,8 @@ def write_markov_file(
             "architectures": ["DFlashDraftModel" if kind == "none" else "DSparkDraftModel"],
             "speculators_model_type": name,
             "transformer_layer_config": {
-                key: layer[key] for key in layer if key not in ("dflash_config", "block_size")
+                **{key: layer[key] for key in layer if key not in ("dflash_config", "block_size")},
+                **changes.pop("layer", {}),
             },
             "aux_hidden_state_layer_ids": [0, 1],
             "sample_from_anchor": kind != "none",
@@ -126,12 +141,21 @@ def write_markov_file(
 
 
 def expected_log_probs(
-    tensors: dict[str, Tensor], model: TargetModel, hidden: Tensor, *, shifted: bool, lm_head: Tensor, scale: float
+    tensors: dict[str, Tensor],
+    model: TargetModel,
+    hidden: Tensor,
+    *,
+    shifted: bool,
+    lm_head: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    **attention: Any,
 ) -> Tensor:
     """(K, V') of all places of the block behind ``READ`` tokens; the text's tokens stand where draft tokens would."""
     embedding, text = model.weights.embedding * scale, TEXT[0].tolist()
-    block = [embedding[token] for token in (text[READ], *[MASK] * (BLOCK - 1))]
-    rows = slow_block(tensors, block, list(hidden[:READ]), heads=HEADS, groups=GROUPS, base=BASE)
+    masks = [embedding[MASK] if mask is None else mask] * (BLOCK - 1)
+    block = [embedding[text[READ]], *masks]
+    rows = slow_block(tensors, block, list(hidden[:READ]), heads=HEADS, groups=GROUPS, base=BASE, **attention)
     return slow_block_log_probs(tensors, rows, lm_head, text[READ:], is_shifted=shifted)
 
 
@@ -164,6 +188,8 @@ def tensors(prefix: str = "markov_head.", **given: Tensor | None) -> dict[str, A
 
 
 SPECULATORS = {"form": "speculators"}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 3}
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
 FILES: dict[str, dict[str, Any]] = {
     "z-lab": {"form": "zlab"},
     "z-lab, scaled": {"form": "zlab", "output_multiplier": 1.0, "dflash_config": SCALED},
@@ -176,6 +202,32 @@ FILES: dict[str, dict[str, Any]] = {
     "speculators dflash": {"form": "speculators", "kind": "none"},
     "speculators dflash, reduced": {"form": "speculators", "kind": "none", "reduced": True},
     "speculators dflash, shifted": {"form": "speculators", "kind": "none", "sample_from_anchor": True},
+    "z-lab, windows": {"form": "zlab", **MIXED},
+    "z-lab, windows, not causal": {"form": "zlab", **MIXED, "dflash_config": {"causal": False}},
+    "z-lab, windows that no layer has": {"form": "zlab", "use_sliding_window": True, "sliding_window": 3},
+    "z-lab, causal": {"form": "zlab", "is_causal": True},
+    "use_swa": {"form": "zlab", "layer_types": None, "use_swa": True, "swa_window_size": 4},
+    "speculators, windows": {
+        "form": "speculators",
+        "kind": "rnn",
+        "layer": SLIDING,
+        "sliding_window_non_causal": False,
+    },
+    "speculators, windows, not causal": {"form": "speculators", "kind": "vanilla", "layer": SLIDING},
+    "deepspec, rnn": {"kind": "rnn"},
+    "modelopt, rnn": {"form": "modelopt", "kind": "rnn"},
+    "specforge": {"form": "specforge", "kind": "vanilla"},
+    "lfm2": {"form": "lfm2", "kind": "vanilla"},
+    "z-lab, a mask of its own": {"form": "zlab", "own_mask": True},
+}
+ATTENTION: dict[str, dict[str, Any]] = {
+    "z-lab, windows": {"windows": [0, 5], "causal": [1]},
+    "z-lab, windows, not causal": {"windows": [0, 5]},
+    "z-lab, causal": {"causal": [0, 1]},
+    "use_swa": {"windows": [4, 4]},
+    "speculators, windows": {"windows": [3, 3], "causal": [0, 1]},
+    "speculators, windows, not causal": {"windows": [3, 3]},
+    "lfm2": {"halves": False},
 }
 
 
@@ -184,22 +236,28 @@ FILES: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: str, family: str) -> None:
     """At all places, with and without cached context, and in training. Gemma's factor of embeddings is not applied."""
-    target, options = tiny_model(family), FILES[case]
+    target, options = tiny_model(family), {**FILES[case]}
+    mask = torch.randn(target.hidden_size) if options.pop("own_mask", False) else None
     tensors = write_markov_file(tmp_path / "theirs", target, **options)
+    if mask is not None:
+        torch.save({"mask_token_id": MASK, "embedding": mask}, tmp_path / "theirs" / "mask_embedding.pt")
     convert(tmp_path / "theirs", tmp_path / "ours", base=target)
     head = load_head(tmp_path / "ours", target)
     config: Any = head.config
     kind = "none" if options.get("form") == "zlab" else options.get("kind", "gated")
     scale = options.get("dflash_config", {}).get("input_embedding_scale", 1.0)
-    shifted = options.get("sample_from_anchor", kind != "none")
+    shifted = options.get("sample_from_anchor", kind != "none" and case != "specforge")
     assert config.method == ("dflash" if kind == "none" else "dspark")
     assert (config.is_shifted, config.num_heads, config.mask_token_id) == (shifted, BLOCK - (not shifted), MASK)
-    assert head.hidden_layers == ((1, 0) if case == "modelopt" else (0, 1)), "whose inputs are read"
+    assert head.hidden_layers == ((1, 0) if options.get("form") == "modelopt" else (0, 1)), "whose inputs are read"
     states = target.model(TEXT, output_hidden_states=True).hidden_states
     hidden = torch.cat([states[layer] for layer in head.hidden_layers], -1)[0]
     lm_head = tensors["lm_head.weight"] if options.get("reduced") else target.weights.lm_head
-    expected = expected_log_probs(tensors, target, hidden, shifted=shifted, lm_head=lm_head, scale=scale)
-    for known in (0, 4):
+    seen = ATTENTION.get(case, {})
+    expected = expected_log_probs(
+        tensors, target, hidden, shifted=shifted, lm_head=lm_head, scale=scale, mask=mask, **seen
+    )
+    for known in (0, 4, 5):
         torch.testing.assert_close(drafted_log_probs(head, hidden, known), expected, rtol=1e-4, atol=1e-4)
     features = head(hidden[None], TEXT)[:, 0, READ - 1]
     trained = torch.stack([head.logits(row, i).log_softmax(-1) for i, row in enumerate(features)])
@@ -230,7 +288,7 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
     ("options", "error", "message"),
     [
         ({"architectures": ["Gemma4DSparkModel"]}, UnsupportedModel, r"architectures is \['Gemma4DSparkModel'\]"),
-        ({"markov_head_type": "rnn"}, UnsupportedModel, "of the kind rnn, which cannot be read"),
+        ({"markov_head_type": "rnn"}, CheckpointCorrupt, "is 'rnn', and the tensors are those of 'gated'"),
         ({"markov_head_type": "vanilla"}, CheckpointCorrupt, "is 'vanilla', and the tensors are those of 'gated'"),
         ({"markov_rank": 7}, CheckpointCorrupt, "markov_rank is 7, and the tensors are those of 6"),
         ({"sample_from_anchor": "yes"}, CheckpointCorrupt, "sample_from_anchor is 'yes'; give one"),
@@ -241,11 +299,20 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         (SPECULATORS | {"reduced": True, "draft_vocab_size": 9}, CheckpointCorrupt, r"it must be \(9,\)"),
         ({"kind": "none", "markov_rank": 6}, CheckpointCorrupt, r"missing tensors markov_head\.markov_w1\.weight, "),
         (own(sample_from_anchor=True) | {"shift_label": False}, CheckpointCorrupt, "anchor is True and shift_label"),
-        ({"form": "zlab", "num_hidden_layers": 3}, CheckpointCorrupt, r"missing tensors? layers\.2"),
-        (own(causal=True), UnsupportedModel, "causal is True, and heads with rows"),
+        ({"form": "zlab", "num_hidden_layers": 3, "layer_types": None}, CheckpointCorrupt, r"tensors? layers\.2"),
+        (own(causal="yes"), CheckpointCorrupt, "causal is 'yes'; give one of them, true or false"),
+        (own(causal=True) | {"is_causal": False}, CheckpointCorrupt, "causal is True and is_causal is False; give one"),
+        ({"form": "zlab", "layer_types": ["full_attention"]}, CheckpointCorrupt, "layer_types is .* for 2 layers"),
+        ({"form": "zlab", "layer_types": None, "sliding_window": 3}, CheckpointCorrupt, "layer_types is missing: it"),
+        (
+            {"form": "zlab", "layer_types": ["chunked"] * 2},
+            CheckpointCorrupt,
+            r"layer_types is \['chunked', 'chunked'\]",
+        ),
+        (own(use_swa=True) | {"layer_types": None}, CheckpointCorrupt, "sliding_window is None, and layers have a"),
         ({"form": "zlab", "final_logit_softcapping": 30.0}, UnsupportedModel, "capped logits cannot be read"),
         (own(output_multiplier=2.0), UnsupportedModel, "scaled logits cannot be read"),
-        ({"form": "zlab", "layer_types": ["sliding_attention"] * 2}, UnsupportedModel, "windows cannot be read"),
+        ({"form": "zlab", "layer_types": ["sliding_attention"] * 2}, CheckpointCorrupt, "sliding_window is None, and"),
         (own(target_layer_ids=[0, 2]), CheckpointCorrupt, r"makes the layers \[1, 3\]; they must lie in 0 … 2"),
         (own(projector_type="domino"), UnsupportedModel, "projector_type is 'domino'"),
         (own(steering=2), UnsupportedModel, "unknown key steering"),
@@ -253,7 +320,6 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         (own(mask_token_id=None), CheckpointCorrupt, "mask_token_id None; give both"),
         ({"form": "zlab", "block_size": 1}, CheckpointCorrupt, "block_size is 1"),
         (tensors(gate_proj=None), CheckpointCorrupt, "the tensors are those of 'vanilla'"),
-        (tensors(joint_proj=torch.ones(2)), UnsupportedModel, "of the kind rnn"),
         (tensors(gate_proj=torch.ones(6, 33)), CheckpointCorrupt, r"weight \(6, 33\) is \(6, 1\); .* it \(6, 6\)"),
         (tensors("", embed_tokens=torch.ones(2, 2)), CheckpointMismatch, r"embed_tokens\.weight differs by .*\(2, 2\)"),
         (tensors("", candidate_selector=torch.ones(2, 2)), UnsupportedModel, r"do not have \(candidate_selector\)"),
@@ -270,8 +336,27 @@ def test_other_kinds_of_heads_are_refused(
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize(
+    ("saved", "error", "message"),
+    [
+        ({"mask_token_id": MASK}, CheckpointCorrupt, r"mask_embedding\.pt must hold one embedding of \d+ numbers"),
+        ({"mask_token_id": 7, "embedding": torch.ones(32)}, CheckpointCorrupt, "is for the token 7, and mask_token_id"),
+        ({"embedding": torch.ones(32), "scale": 2}, UnsupportedModel, "unknown key scale; give mask_token_id and"),
+        (torch.ones(1, 9), CheckpointCorrupt, "must hold one embedding of"),
+        (object(), CheckpointCorrupt, "holds more than tensors"),
+    ],
+)
+def test_an_embedding_of_the_mask_that_does_not_fit_is_refused(
+    tmp_path: Path, model: TargetModel, saved: Any, error: type[DraftHeadsError], message: str
+) -> None:
+    write_file(tmp_path / "masked", model)
+    torch.save(saved, tmp_path / "masked" / "mask_embedding.pt")
+    with pytest.raises(error, match=message):
+        convert(tmp_path / "masked", tmp_path / "ours", base=model)
+
+
 def test_relatives_that_cannot_be_represented_are_refused_by_name(tmp_path: Path, model: TargetModel) -> None:
-    """P-EAGLE, an embedding of the mask beside the head, and models whose logits are more than a product."""
+    """P-EAGLE, and models whose logits are more than a product."""
     size = model.hidden_size
     tensors = {
         "fc.weight": torch.ones(size, 3 * size),
@@ -282,10 +367,6 @@ def test_relatives_that_cannot_be_represented_are_refused_by_name(tmp_path: Path
     save_file(tensors, tmp_path / "peagle" / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"is a P-EAGLE head: several layers .* train a dflash or dspark head"):
         convert(tmp_path / "peagle", tmp_path / "ours", base=model)
-    write_file(tmp_path / "masked", model)
-    torch.save({"mask_token_id": MASK}, tmp_path / "masked" / "mask_embedding.pt")
-    with pytest.raises(UnsupportedModel, match=r"mask_embedding\.pt is beside it"):
-        convert(tmp_path / "masked", tmp_path / "ours", base=model)
     scaled = tiny_model("granite", logits_scaling=2.0)
     write_markov_file(tmp_path / "scaled", scaled)
     with pytest.raises(UnsupportedModel, match=r"multiplies its logits by 0\.5, for which the layout has no place"):

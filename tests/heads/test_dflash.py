@@ -36,10 +36,16 @@ def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int
             of_token = weight.get("token_gates.0.weight", torch.zeros(up.shape[1], up.shape[1]))
             tensors["gate_proj.weight"] = torch.cat([weight["gates.0.weight"], of_token], 1)
             tensors["gate_proj.bias"] = weight["gates.0.bias"]
+        if config.recurrent:
+            parts = [weight[f"{name}.0.weight"] for name in ("state_gates", "token_gates", "gates")]
+            tensors |= {"joint_proj.weight": torch.cat(parts, 1), "joint_proj.bias": weight["gates.0.bias"]}
+            tensors["markov_w2.weight"] = up
     lm_head = weight.get("lm_heads.heads.0.weight", head.lm_heads.shared)
     sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "base": config.rope_theta}
-    block = [text[length], *[config.mask_token_id] * (config.block_size - 1)]
-    rows = slow_block(tensors, list(embedding[block]), list(hidden[:length]), **sizes)
+    mask = head.mask_embedding * head.embedding_scale if config.own_mask else embedding[config.mask_token_id]
+    block = [embedding[text[length]], *[mask] * (config.block_size - 1)]
+    seen = {"windows": config.windows, "causal": config.causal_layers}
+    rows = slow_block(tensors, block, list(hidden[:length]), **sizes, **seen)
     return slow_block_log_probs(tensors, rows, lm_head, text[length:], is_shifted=config.is_shifted)
 
 
@@ -55,13 +61,15 @@ def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int
         {"own_embedding": True, "gated": False},
         {"own_embedding": True, "gate_reads_token": True, "draft_vocab_size": 12},
         {"gate_reads_token": True, "embedding_scale": 3.0},
+        {"gated": False, "recurrent": True, "draft_vocab_size": 12},
+        {"own_mask": True, "embedding_scale": 3.0, "num_layers": 2, "windows": [0, 2], "causal_layers": [0]},
     ],
 )
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_training_and_drafting_follow_the_published_layout(method: str, options: dict[str, Any]) -> None:
     """Values and gradients in training at a place, and a chain behind a text that is read in two parts."""
     model = tiny_model("llama")
-    if method == "dflash" and {"own_embedding", "gate_reads_token"} & set(options):
+    if method == "dflash" and {"own_embedding", "gate_reads_token", "recurrent"} & set(options):
         return
     head = tiny_head(method, model, **options)
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers).clone())[0]
@@ -88,6 +96,48 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
         assert session.propose(context, Tree.chain(3)).token_ids[0].tolist() == drafted[6:]
         whole = Context(hidden[:, :6], TEXT[:, :6], torch.tensor([6]), TEXT[:, 6])
         assert propose(head, whole, Tree.chain(3)).token_ids[0].tolist() == drafted[6:]
+
+
+@pytest.mark.parametrize("windows", [[3, 0], [3, 5], [4, 4], [40, 2]])
+@torch.inference_mode()
+def test_a_window_keeps_the_tokens_that_it_sees(windows: list[int]) -> None:
+    """Rows of different lengths read in parts, one leaves, another joins; drafts are those of the whole text."""
+    model = tiny_model("llama")
+    head: Any = tiny_head("dspark", model, num_layers=2, windows=windows)
+    texts = torch.randint(2, 20, (3, 30), generator=torch.Generator().manual_seed(5))
+    hidden = head.split(model.hidden_states(texts, head.hidden_layers))[0]
+    whole = head(hidden, texts)
+    session, at = head.start(), [0, 0]
+    rows = [0, 1]
+    for counts in ([9, 2], [1, 3], [2, 4], [7], [3, 1]):
+        if len(counts) < len(rows):
+            session.keep(torch.tensor([1]))
+            rows, at = [1], at[1:]
+        elif len(counts) > len(rows):
+            rows, at = [1, 2], [at[0], 0]
+        index = torch.tensor([[min(a + i, 28) for i in range(max(counts))] for a in at])
+        ends = [a + count for a, count in zip(at, counts, strict=True)]
+        row = torch.tensor(rows)
+        context = Context(
+            hidden[row[:, None], index],
+            texts[row[:, None], index],
+            torch.tensor(counts),
+            texts[row, torch.tensor(ends)],
+        )
+        found = head.block_features(session.root(context))
+        expected = torch.stack(
+            [whole[:, r, end - 1, : head.config.hidden_size] for r, end in zip(rows, ends, strict=True)], 1
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        at = ends
+    sizes = [kept.keys.shape[1] for kept in session.history.layers]
+    assert all(size <= 128 for size in sizes)
+    long = texts.repeat(1, 20)[:1]
+    states = hidden.repeat(1, 20, 1)[:1]
+    session = head.start()
+    session.root(Context(states, long, torch.tensor([long.shape[1]]), long[:, 0]))
+    sizes = [kept.keys.shape[1] for kept in session.history.layers]
+    assert [size <= 128 for size in sizes] == [window > 0 for window in windows], "of 600 tokens"
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
@@ -169,6 +219,10 @@ def test_no_mask_has_an_embedding_of_zeros() -> None:
         ({"mask_token_id": -1}, "mask_token_id is -1"),
         ({"layers": [1, 1]}, r"layers is \[1, 1\]; give different numbers"),
         ({"gate_reads_token": True, "gated": False}, "there is no gate; give gated=true"),
+        ({"recurrent": True}, "recurrent and gated are true, .*; give gated=false"),
+        ({"windows": [2, 2]}, r"windows is \[2, 2\]; give num_layers \(1\) numbers"),
+        ({"windows": [-1]}, r"windows is \[-1\]"),
+        ({"causal_layers": [1]}, r"causal_layers has \[1\]; give numbers in 0 … num_layers - 1 \(0\)"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:

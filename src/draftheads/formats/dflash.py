@@ -5,7 +5,7 @@ input is read, is i - 1 there, and -1 is the embedding. speculators counts as we
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from draftheads.formats.layout import (
     lm_head_of,
     numbers_in,
     refuse,
+    saved_in,
     speculators_config,
     vocabulary_maps,
 )
@@ -37,21 +38,33 @@ from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
 from draftheads.heads.dspark import DSparkConfig, DSparkHead
 from draftheads.models.model import TargetModel
+from draftheads.utils.messages import first_names
 
 _OF_ITSELF, _SPECULATORS = "dflash_config", "speculators_model_type"
 _SHIFTED = ("sample_from_anchor", "shift_label")
+_DEEPSPEC = ("Qwen3DSparkModel", "Lfm2DSparkDraftModel")  # whose blocks are shifted
 _ARCHITECTURES = {  # all with Qwen3's layers
-    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel")
+    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", *_DEEPSPEC)
 }
-_OTHERWISE: dict[str, tuple[float, str]] = {  # keys whose other values make other heads of these files, and which ones
+_OTHERWISE: dict[str, tuple[object, str]] = {  # keys whose other values make other heads of these files, and which ones
     "attention_value_scale": (1, "scaled values"),
     "output_multiplier": (1, "scaled logits"),
-    **dict.fromkeys(("causal", "causal_head", "is_causal"), (0, "rows that see the rows before them only")),
-    "use_swa": (0, "attention within a window"),
+    "attention_mode": ("gqa", "attention of another kind"),
     "attention_sink_bias": (0, "attention sinks"),
     "final_logit_softcapping": (0, "capped logits"),
 }
+_CAUSAL, _NEOX = ("causal", "causal_head", "is_causal"), ("rope_is_neox_style", "is_neox_style")
 _KEYS = {  # beside those of its layers
+    *(
+        *_CAUSAL,
+        *_NEOX,
+        "use_swa",
+        "swa_window_size",
+        "sliding_window_non_causal",
+        "max_anchors",
+        "confidence_head_alpha",
+    ),
+    *("runtime_block_size", "confidence_temperatures"),  # how many draft tokens a server takes: here `tune` finds it
     *(_OF_ITSELF, *_SHIFTED, "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "target_layer_ids"),
     *("num_target_layers", "input_embedding_scale", "draft_vocab_size", "target_hidden_size", "num_anchors"),
     *("transformer_layer_config", "speculators_config", "markov_rank", "markov_head_type"),
@@ -78,18 +91,25 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     parts = {name.partition(".")[0] for name in source.shapes}
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
-    check_keys(source, [*_KEYS, *_OTHERWISE, *LAYER_KEYS], {**layer, **given})
+    # DeepSpec begins with all keys of the base's configuration: what is as there tells of the base
+    its_own = {name: value for name, value in {**layer, **given}.items() if getattr(base.config, name, None) != value}
+    check_keys(source, [*_KEYS, *_OTHERWISE, *LAYER_KEYS], its_own)
     _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else {})
-    is_shifted = _is_shifted(source, given, is_markov=is_markov)
+    is_shifted, guesses = _is_shifted(source, given, is_markov=is_markov)
     block = source.number("block_size", most=MOST_DEPTH, given=given)
     mask = given.get("mask_token_id")
     if block is None or block < 2 - is_shifted or not isinstance(mask, int):
         raise source.wrong(f"block_size is {block} and mask_token_id {mask}; give both")
     found = len(numbers_in(source.shapes, r"layers\.(\d+)\.input_layernorm\.weight"))
+    num_layers = source.number("num_hidden_layers", most=MOST_DEPTH, given=layer) or found
+    layer, partly = _turned_whole(layer, base)
+    own_mask = _mask_embedding(source, mask, base.hidden_size)
     options: dict[str, Any] = {
-        **layer_options(source, base, layer, base.hidden_size, "layers.0."),
+        **layer_options(source, base, layer, base.hidden_size, "layers.0.", has_windows=True),
+        **_visible(source, given, layer, num_layers),
         "num_heads": block - (not is_shifted),
-        "num_layers": source.number("num_hidden_layers", most=MOST_DEPTH, given=layer) or found,
+        "num_layers": num_layers,
+        "own_mask": own_mask is not None,
         "layers": _layers(source, given, base),
         "mask_token_id": mask,
         "is_shifted": is_shifted,
@@ -105,8 +125,87 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     if is_markov:
         config = DSparkConfig(**options, **markov_options(source, given), own_embedding=True)
         names |= markov_names(config, "" if "markov_w1.weight" in source.shapes else "markov_head.")
+    if own_mask is not None:
+        names["mask_embedding"] = Made((), lambda: own_mask)
     kind = "a DSpark head" if is_markov else "a DFlash head"
-    return Layout(kind, config, {**dflash_names(config), **names}, copies=copies, unused=unused)
+    body_names: dict[str, str | Made] = {**dflash_names(config)}
+    if _flag(source, given, _NEOX) is False:
+        body_names |= _in_halves(config, dflash_names(config))
+    return Layout(kind, config, {**body_names, **names}, copies=copies, unused=unused, guesses=guesses + partly)
+
+
+def _flag(source: Source, given: Mapping[str, Any], names: Sequence[str]) -> bool | None:
+    """What a key says that has several names; None where none of them is there."""
+    told = {name: given[name] for name in names if given.get(name) is not None}
+    if len(set(map(str, told.values()))) > 1 or not all(isinstance(value, bool) for value in told.values()):
+        said = " and ".join(f"{name} is {value!r}" for name, value in told.items())
+        raise source.wrong(f"{said}; give one of them, true or false")
+    return next(iter(told.values()), None)
+
+
+def _visible(
+    source: Source, given: Mapping[str, Any], layer: Mapping[str, Any], num_layers: int
+) -> dict[str, list[int]]:
+    """Which tokens a row sees in each layer.
+
+    In z-lab's code layers with windows are causal within a block. In speculators' they are if
+    ``sliding_window_non_causal`` is there and false, and in ModelOpt's (``use_swa``) they are not.
+    """
+    types = layer.get("layer_types") or ["sliding_attention" if given.get("use_swa") else "full_attention"] * num_layers
+    window = given.get("swa_window_size") if given.get("use_swa") else layer.get("sliding_window")
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise source.wrong(f"layer_types is {types}; give sliding_attention or full_attention for {num_layers} layers")
+    if not layer.get("layer_types") and not given.get("use_swa") and layer.get("use_sliding_window", window) and window:
+        raise source.wrong(f"sliding_window is {window} and layer_types is missing: it says which layers have a window")
+    with_windows = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
+    if with_windows and (not isinstance(window, int) or window < 1):
+        raise source.wrong(f"sliding_window is {window!r}, and layers have a window (layer_types): give its tokens")
+    non_causal = given.get("sliding_window_non_causal", True if _SPECULATORS in given or given.get("use_swa") else None)
+    causal = _flag(source, given, _CAUSAL)
+    every = range(num_layers) if causal else with_windows if causal is None and not non_causal else ()
+    windows = [window if i in with_windows else 0 for i in range(num_layers)] if with_windows else []
+    return {"windows": windows, "causal_layers": [*every]}
+
+
+def _turned_whole(layer: Mapping[str, Any], base: TargetModel) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The layer's keys without the base's ``partial_rotary_factor``, which the layers of these heads do not have."""
+    name, rope = "partial_rotary_factor", "rope_parameters"
+    own, of_base = (dict(part or {}) for part in (layer.get(rope), getattr(base.config, rope, None)))
+    copied = {own.get(name), layer.get(name)} - {None}
+    if not copied or copied != {of_base.get(name, getattr(base.config, name, None))}:
+        return layer, ()
+    kept = {key: value for key, value in layer.items() if key != name}
+    kept[rope] = {key: value for key, value in own.items() if key != name}
+    return kept, (f"that it turns all numbers of queries and keys, and {name} is that of the model",)
+
+
+def _mask_embedding(source: Source, token_id: int, size: int) -> Tensor | None:
+    """(D,) of masks, of the file beside the head if there is one."""
+    file = source.config_file.with_name(_MASK_FILE)
+    if not file.is_file():
+        return None
+    values = saved_in(file)
+    given = values if isinstance(values, dict) else {"embedding": values}
+    found = [value for name, value in given.items() if name in ("embedding", "mask_embedding")]
+    if unknown := sorted(map(str, given.keys() - {"embedding", "mask_embedding", "mask_token_id"})):
+        raise UnsupportedModel(f"{file}: unknown key {first_names(unknown)}; give mask_token_id and embedding")
+    if given.get("mask_token_id", token_id) != token_id:
+        raise CheckpointCorrupt(f"{file} is for the token {given['mask_token_id']}, and mask_token_id is {token_id}")
+    if len(found) != 1 or not isinstance(found[0], Tensor) or found[0].numel() != size:
+        raise CheckpointCorrupt(f"{file} must hold one embedding of {size} numbers, the model's hidden_size")
+    return found[0].flatten()
+
+
+def _in_halves(config: BlockConfig, names: Mapping[str, str]) -> dict[str, Made]:
+    """Queries and keys whose numbers 2j and 2j + 1 are a pair, in the order in which j and j + d/2 are one."""
+    order = torch.arange(config.head_size).view(-1, 2).T.flatten()
+
+    def ordered(weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (-1, config.head_size))[:, order].flatten(0, 1)
+
+    turned = (f"{part}_{kind}" for part in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight"))
+    endings = tuple(f".{name}" for name in turned)
+    return {ours: Made((theirs,), ordered) for ours, theirs in names.items() if ours.endswith(endings)}
 
 
 def _refuse_others(
@@ -119,42 +218,34 @@ def _refuse_others(
         reasons[f"{name} is {value}, and heads with {meaning} cannot be read"] = value and value != usual
     others = sorted(set(given.get("architectures") or ()) - _ARCHITECTURES)
     unknown = sorted(parts - {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "embed_tokens", "lm_head", "d2t", "t2d"})
-    is_rnn = given.get("markov_head_type") == "rnn" or any("joint_proj." in name for name in source.shapes)
     kind = given.get("projector_type")
-    has_windows = "sliding_attention" in (layer.get("layer_types") or ())
-    has_mask = source.config_file.with_name(_MASK_FILE).is_file()
     reasons |= {
         f"architectures is {others}; of this family only heads with Qwen3's layers can be read "
         f"({', '.join(sorted(_ARCHITECTURES))})": others,
         f"it has parts that DFlash and DSpark do not have ({', '.join(unknown)}): it is a head of another kind, "
         "such as DFlash2 or Domino, which cannot be read": unknown,
-        "its Markov head is of the kind rnn, which cannot be read; vanilla and gated ones can": is_rnn,
-        "layer_types has sliding_attention, and windows cannot be read": has_windows,
         f"projector_type is {kind!r}, and of these only dspark and dflash can be read": kind not in _PROJECTORS,
-        f"{_MASK_FILE} is beside it, and a mask with an embedding of its own cannot be read": has_mask,
     }
     refuse(reasons, UnsupportedModel, f"{source.path}: ")
 
 
-def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) -> bool:
-    """Whether the first row of a block predicts. It never follows from the size of the block.
+def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) -> tuple[bool, tuple[str, ...]]:
+    """Whether the first row of a block predicts, and what was assumed. It never follows from the size of the block.
 
-    DeepSpec's files do not have the key and are always shifted, z-lab's never. Those of speculators had both kinds
-    before it was written.
+    DeepSpec's files and those for LFM2 do not have the key and are always shifted, z-lab's never. Those of speculators
+    had both kinds before it was written. SpecForge's code reads no first row.
     """
-    values = {name: given[name] for name in _SHIFTED if given.get(name) is not None}
-    told = " and ".join(f"{name} is {value!r}" for name, value in values.items())
-    if len(set(map(str, values.values()))) > 1 or not all(isinstance(value, bool) for value in values.values()):
-        raise source.wrong(f"{told}; give one of them, true or false")
-    if values:
-        return bool(next(iter(values.values())))
-    is_deepspec = _SPECULATORS not in given and any("DSpark" in name for name in given.get("architectures") or ())
+    if (told := _flag(source, given, _SHIFTED)) is not None:
+        return told, ()
+    is_deepspec = _SPECULATORS not in given and bool({*_DEEPSPEC} & {*(given.get("architectures") or ())})
+    if is_markov and given.get("projector_type") == "dspark" and not is_deepspec:
+        return False, ("that the first row of a block predicts nothing, as in SpecForge's files of this kind",)
     if is_markov and not is_deepspec:
         raise source.wrong(
             "sample_from_anchor is missing; give true if the first row of a block predicts (block_size draft tokens), "
             "and false if it does not (block_size - 1)"
         )
-    return is_deepspec
+    return is_deepspec, ()
 
 
 def _layers(source: Source, given: Mapping[str, Any], base: TargetModel) -> list[int]:
@@ -227,6 +318,11 @@ def obstacles(config: BlockConfig, target: TargetModel) -> Reasons:
         **scaled_otherwise(config, target),
         "the head reads the last hidden state, and engines give a head of this kind what enters layers: train a "
         "head that reads some (--head-options layers=[…])": not config.layers,
+        "the head has windows, causal layers, an embedding of the mask or a recurrent Markov head, as other projects' "
+        "files may have: take the file that it was imported from": config.windows
+        or config.causal_layers
+        or config.own_mask
+        or getattr(config, "recurrent", False),
         "the head's blocks are shifted, and engines refuse DFlash heads whose first row predicts: train it with "
         "--head-options is_shifted=false": config.method == "dflash" and config.is_shifted,
     }
@@ -308,12 +404,13 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
 def markov_options(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
     """The rank and the gate, which the file says and its tensors have."""
     shapes = {name.removeprefix("markov_head."): shape for name, shape in source.shapes.items()}
-    kind = "gated" if "gate_proj.weight" in shapes else "vanilla"
+    kind = "gated" if "gate_proj.weight" in shapes else "rnn" if "joint_proj.weight" in shapes else "vanilla"
     rank = shapes.get("markov_w1.weight", (0,))[-1] or given.get("markov_rank")
     for name, value in {"markov_head_type": kind, "markov_rank": rank}.items():
         if given.get(name, value) != value:
             raise source.wrong(f"{name} is {given[name]!r}, and the tensors are those of {value!r}")
-    return {"markov_rank": rank, "gated": kind == "gated", "gate_reads_token": kind == "gated"}
+    is_gated = kind == "gated"
+    return {"markov_rank": rank, "gated": is_gated, "gate_reads_token": is_gated, "recurrent": kind == "rnn"}
 
 
 def markov_names(config: DSparkConfig, prefix: str = "markov_head.") -> dict[str, str | Made]:
@@ -321,8 +418,13 @@ def markov_names(config: DSparkConfig, prefix: str = "markov_head.") -> dict[str
 
     There the bias is W2 (σ(G [h; e] + b) * e) with e = W1[x] (arXiv 2607.05147); our gate is twice that.
     """
-    size, gate = config.hidden_size, f"{prefix}gate_proj."
+    size, rank, gate = config.hidden_size, config.markov_rank, f"{prefix}gate_proj."
     down, up = (f"{prefix}markov_{name}.weight" for name in ("w1", "w2"))
+    if config.recurrent:
+        joint = f"{prefix}joint_proj."  # of [s; e; h]
+        parts = {"state_gates": slice(rank), "token_gates": slice(rank, 2 * rank), "gates": slice(2 * rank, None)}
+        made = {f"{ours}.0.weight": Made((f"{joint}weight",), partial(_columns, part)) for ours, part in parts.items()}
+        return {"down.0.weight": down, "up.0.weight": up, **made, "gates.0.bias": f"{joint}bias"}
     if not config.gated:
         return {"down.0.weight": down, "up.0.weight": up}
     return {
@@ -332,6 +434,10 @@ def markov_names(config: DSparkConfig, prefix: str = "markov_head.") -> dict[str
         "token_gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, size:].contiguous()),
         "gates.0.bias": f"{gate}bias",
     }
+
+
+def _columns(part: slice, weight: Tensor) -> Tensor:
+    return weight[:, part].contiguous()
 
 
 def markov_tensors(head: DraftHead) -> dict[str, Tensor]:

@@ -134,17 +134,21 @@ def _files_of(path: Path) -> list[Path]:
     raise ModelNotFound(f"no head at {path}: it has no file that ends in {', '.join(_ENDINGS)}")
 
 
-def _tensors_in(file: Path) -> dict[str, Tensor]:
-    """Of a file that ``torch.save`` wrote. Without ``weights_only`` a pickle could run any code."""
+def saved_in(file: Path) -> Any:
+    """What ``torch.save`` wrote. Without ``weights_only`` a pickle could run any code."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles of other kinds, which are errors
-            values = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         problem = f"{file} holds more than tensors, and other objects could run code, so nothing of it was read"
         raise CheckpointCorrupt(f"{problem}: {first_line(error)}") from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise CheckpointCorrupt(f"{file} is not a file of torch.save: {first_line(error)}") from None
+
+
+def _tensors_in(file: Path) -> dict[str, Tensor]:
+    values = saved_in(file)
     are_tensors = isinstance(values, dict) and all(isinstance(value, Tensor) for value in values.values())
     if not are_tensors or not all(isinstance(name, str) for name in values):
         raise CheckpointCorrupt(f"{file} holds a {type(values).__name__}; it must be a dictionary of tensors")

@@ -27,20 +27,23 @@ LAYER_KEYS = {*_OF_LAYER, "hidden_act", "partial_rotary_factor", "sliding_window
 
 
 def layer_options(
-    source: Source, base: TargetModel, given: Mapping[str, Any], size: int, prefix: str
+    source: Source, base: TargetModel, given: Mapping[str, Any], size: int, prefix: str, *, has_windows: bool = False
 ) -> dict[str, Any]:
-    """Options of a layer of that size, whose tensors have the prefix, that a Llama configuration gives."""
+    """Options of a layer of that size, whose tensors have the prefix, that a Llama configuration gives.
+
+    Windows are refused unless the head ``has_windows``: then the caller reads them.
+    """
     from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
 
     source.need_config("it says how many heads the layer's attention has, and its rotary positions")
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
-    has_windows = given.get("use_sliding_window", given.get("sliding_window")) and given.get("sliding_window")
+    windows = given.get("use_sliding_window", given.get("sliding_window")) and given.get("sliding_window")
     reasons: dict[str, object] = {
         f"partial_rotary_factor is {part}, and a head turns all numbers of queries and keys": part not in (None, 1)
         for part in (given.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
     }
-    has_windows = has_windows or "sliding_attention" in (given.get("layer_types") or ())
-    reasons["attention within a window (sliding_window) cannot be read"] = has_windows
+    windows = windows or "sliding_attention" in (given.get("layer_types") or ())
+    reasons["attention within a window (sliding_window) cannot be read"] = windows and not has_windows
     act = given.get("hidden_act", "silu")
     reasons[f"the layer's activation is {act!r}; only silu can be read"] = act != "silu"
     refuse(reasons, UnsupportedModel, f"{source.path}: ")

@@ -104,10 +104,16 @@ class HeadKVCache:
     """Keys and values of all accepted tokens of the rows at work, for each of some layers.
 
     Slots are positions. What is written beyond a row's count is not kept: the next write begins there.
+    A layer with a window W keeps the last W tokens: position p is in slot 1 + p mod W, and slot 0 has what is not kept.
+
+    Args:
+        num_layers: as many layers.
+        windows: of each layer, in tokens; 0 keeps all. All are 0 when left out.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, windows: Sequence[int] = ()) -> None:
         self.layers: list[KeysValues | None] = [None] * num_layers
+        self.windows = [*windows] or [0] * num_layers
         self.counts = torch.zeros(0, dtype=torch.long)  # (B,) tokens of each row
         self.lengths: list[int] = []  # the same on the host
 
@@ -128,8 +134,17 @@ class HeadKVCache:
         positions = self.counts[rows, None] + torch.arange(length, device=self.counts.device)
         return positions, max(self.lengths[rows]) + length
 
-    def write(self, layer: int, rows: slice, new: KeysValues, positions: Tensor, longest: int) -> KeysValues:
-        """Puts keys and values of some rows at positions (rows, P); returns those rows' slots up to ``longest``."""
+    def write(
+        self, layer: int, rows: slice, new: KeysValues, positions: Tensor, longest: int, *, ends: Tensor | None = None
+    ) -> KeysValues:
+        """Puts keys and values of some rows at positions (rows, P); returns those rows' slots up to ``longest``.
+
+        Of a layer with a window, only positions from 0 to ``ends`` (rows,) are kept, which is how long the texts are.
+        """
+        if (window := self.windows[layer]) and ends is not None:
+            is_kept = (positions >= (ends[:, None] - window).clamp(min=0)) & (positions < ends[:, None])
+            positions = torch.where(is_kept, positions % window + 1, 0)
+            longest = min(longest, window) + 1
         kept = self._with_room(layer, new, longest)
         index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
         for old, values in zip(kept, new, strict=True):
@@ -141,6 +156,18 @@ class HeadKVCache:
         longest = max(self.lengths)
         seen = [KeysValues(*(part[: self.num_rows, :longest] for part in kept)) for kept in self.layers if kept]
         return seen, torch.arange(longest, device=self.counts.device) < self.counts[:, None]
+
+    def placed(self) -> tuple[list[KeysValues], list[Tensor]]:
+        """What is kept of each layer, slots (B, C, G, d), and the slots' positions (1 or B, C), below 0 where empty."""
+        longest, last = max(self.lengths), self.counts[:, None] - 1
+        seen, places = [], []
+        for kept, window in zip(self.layers, self.windows, strict=True):
+            if kept is not None:
+                slots = torch.arange(min(longest, window or longest), device=last.device)
+                first = int(window > 0)
+                seen.append(KeysValues(*(part[: self.num_rows, first : first + len(slots)] for part in kept)))
+                places.append(last - (last - slots) % window if window else slots[None])
+        return seen, places
 
     def accept(self, rows: slice, counts: Tensor, lengths: Sequence[int]) -> None:
         """So many of the tokens written last are kept: (rows,), on the device and on the host."""
@@ -155,7 +182,7 @@ class HeadKVCache:
         self.lengths = [self.lengths[row] for row in rows.tolist()]
         rows = to_device(rows, self.counts.device)
         self.counts = self.counts[rows]
-        num_slots = rounded_up(max(self.lengths, default=0), _BLOCK_SLOTS)
+        num_slots = rounded_up(max(self.lengths, default=0) + any(self.windows), _BLOCK_SLOTS)
         self.layers = [
             None if kept is None else KeysValues(*(part[rows, :num_slots] for part in kept)) for kept in self.layers
         ]
@@ -300,7 +327,9 @@ def attend(queries: Tensor, seen: KeysValues, mask: Tensor | None = None, *, cau
     return attended.view(batch, groups, length, heads // groups, size).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
-def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: KeysValues) -> Tensor:
+def attend_with_path(
+    queries: Tensor, seen: KeysValues, mask: Tensor, path: KeysValues, path_mask: Tensor | None = None
+) -> Tensor:
     """Attention where each query has some keys and values of its own besides those that all of its row see.
 
     Args:
@@ -308,6 +337,7 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
         seen: (B, C, G, d), by the mask (1 or B, S or 1, C).
         mask: True where seen.
         path: (B, S, L, G, d).
+        path_mask: (S, L), True where the path is seen; all of it when left out.
     """
     batch, length, heads, size = queries.shape
     groups = seen.keys.shape[2]
@@ -315,6 +345,8 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
     common = torch.einsum("bsgrd,bcgd->bgsrc", q, seen.keys)
     own = torch.einsum("bsgrd,bslgd->bgsrl", q, path.keys)
     common = common.masked_fill(~mask[:, None, :, None], -torch.inf)
+    if path_mask is not None:
+        own = own.masked_fill(~path_mask[:, None], -torch.inf)
     weights = torch.cat([common, own], -1).float().softmax(-1).to(q.dtype)
     shared, private = weights.split([common.shape[-1], own.shape[-1]], -1)
     attended = torch.einsum("bgsrc,bcgd->bsgrd", shared, seen.values)

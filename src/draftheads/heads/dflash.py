@@ -6,10 +6,13 @@ are what enters some layers of the target; c is the same for all layers. The tar
 
 In DFlash the row of a mask predicts the token in its own place. In a shifted block, as DSpark has, the row at each
 place predicts the token behind it, so that a block for K tokens has K rows in place of K+1.
+
+Published heads differ in three more ways, each an option: layers that see the last W tokens only, rows that see the
+rows before them only, and an embedding of its own for the masks.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -42,16 +45,28 @@ class BlockConfig(SeveralLayersConfig):
     """The token in the places that are predicted. Training takes one that no text has where it is not given."""
     is_shifted: bool = False
     """Whether the row at each place predicts the token behind it, not the one in it. DSpark's blocks are shifted."""
+    windows: list[int] = field(default_factory=list)
+    """Of each layer, how many tokens a row sees, itself included; 0 is the whole text, as is an empty list."""
+    causal_layers: list[int] = field(default_factory=list)
+    """Layers, from 0, whose rows see no later rows of the block."""
+    own_mask: bool = False
+    """Whether masks have an embedding of the head's own in place of the target's of mask_token_id."""
 
     one_lm_head: ClassVar[bool] = True
     scales_embedding: ClassVar[bool] = False  # masks would hide what attention adds to them
-    optional = SeveralLayersConfig.optional | {"is_shifted"}
+    optional = SeveralLayersConfig.optional | {"is_shifted", "windows", "causal_layers", "own_mask"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise InvalidSettings(
                 f"mask_token_id is {self.mask_token_id}; it must lie in 0 … vocab_size - 1 ({self.vocab_size - 1})"
+            )
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise InvalidSettings(f"windows is {self.windows}; give num_layers ({self.num_layers}) numbers from 0 on")
+        if unknown := set(self.causal_layers) - set(range(self.num_layers)):
+            raise InvalidSettings(
+                f"causal_layers has {sorted(unknown)}; give numbers in 0 … num_layers - 1 ({self.num_layers - 1})"
             )
 
     @property
@@ -86,6 +101,13 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         self.block_size = config.block_size
         self.first = config.block_size - config.num_heads  # the row that makes the first prediction
         self.mask_token_id = config.mask_token_id
+        self.windows = [*config.windows] or [0] * config.num_layers
+        self.causal_layers = frozenset(config.causal_layers)
+        if config.own_mask:
+            self.mask_embedding = nn.Parameter(torch.zeros(size))  # as rows of the target's embedding are
+
+    def new_history(self) -> HeadKVCache:
+        return HeadKVCache(self.num_history_layers, self.windows)
 
     @torch.no_grad()
     def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -97,6 +119,9 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         taken = [(*self.split(h), ids) for h, ids in first_texts(texts, self.fc.in_features) if len(ids) > 1]
         if not taken:
             return
+        mask = taken[0][2].new_tensor(self.mask_token_id)
+        if hasattr(self, "mask_embedding"):
+            self.mask_embedding.copy_(self.scaled_embedding(mask) / self.embedding_scale)
         if self.hidden_layers:
             self.fc.weight.copy_(linear_fit((states, last) for states, last, _ in taken))
         self._start_attention(
@@ -157,31 +182,42 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
     def blocks(self, root_ids: Tensor) -> Tensor:
         """What the body reads of blocks that begin with these tokens: (…) -> (…, S, D)."""
         masks = root_ids.new_full((*root_ids.shape, self.block_size - 1), self.mask_token_id)
-        return self.scaled_embedding(torch.cat([root_ids[..., None], masks], -1))
+        rows = self.scaled_embedding(torch.cat([root_ids[..., None], masks], -1))
+        if not hasattr(self, "mask_embedding"):
+            return rows
+        own = (self.mask_embedding * self.embedding_scale).expand_as(rows[..., 1:, :])
+        return torch.cat([rows[..., :1, :], own.to(rows.dtype)], -2)
 
-    def body(self, x: Tensor, starts: Tensor, seen: Sequence[KeysValues], mask: Tensor) -> Tensor:
+    def body(self, x: Tensor, starts: Tensor, seen: Sequence[KeysValues], places: Sequence[Tensor]) -> Tensor:
         """The last layer's outputs in the rows that predict.
 
         Args:
             x: (B, A, S, D) blocks behind A places of each text.
             starts: (1 or B, A) positions of their first tokens.
             seen: of each layer, (B, C, G, d) of the text.
-            mask: (1 or B, A, C), True where a block sees it.
+            places: of each layer, (1 or B, C) positions of these, below 0 where there is nothing.
 
         Returns:
             (K, B, A, D).
         """
-        batch, places, rows, size = x.shape
-        positions = (starts[..., None] + torch.arange(rows, device=starts.device)).flatten(1)
-        visible = mask.repeat_interleave(rows, dim=1)  # (1 or B, A·S, C)
+        batch, count, rows, size = x.shape
+        steps = torch.arange(rows, device=starts.device)
+        positions = (starts[..., None] + steps).flatten(1)
         x = x.flatten(1, 2)
-        for layer, text in zip(self.layers, seen, strict=True):
+        for number, (layer, text, at) in enumerate(zip(self.layers, seen, places, strict=True)):
+            visible = ((at >= 0)[:, None] & (at[:, None] < starts[..., None])).repeat_interleave(rows, dim=1)
+            back = steps[:, None] - steps  # (S, S)
+            of_block = back >= 0 if number in self.causal_layers else None
+            if window := self.windows[number]:
+                visible = visible & (positions[..., None] - at[:, None] < window)  # (1 or B, A·S, C)
+                of_block = (back < window) if of_block is None else of_block & (back < window)
             queries, own = layer.project(x, positions)
             block = KeysValues(
-                *(part.unflatten(1, (places, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2) for part in own)
+                *(part.unflatten(1, (count, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2) for part in own)
             )
-            x = layer.finish(x, attend_with_path(queries, text, visible, block))
-        out: Tensor = self.norm(x.view(batch, places, rows, size)[:, :, self.first :])
+            of_block = None if of_block is None else of_block.repeat(count, 1)
+            x = layer.finish(x, attend_with_path(queries, text, visible, block, of_block))
+        out: Tensor = self.norm(x.view(batch, count, rows, size)[:, :, self.first :])
         return out.permute(2, 0, 1, 3)
 
     def forward(self, hidden: Tensor, token_ids: Tensor, places: Tensor | None = None) -> Tensor:
@@ -195,7 +231,7 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         context = self.context(hidden)
         seen = [layer.keys_values(context, steps[None]) for layer in self.layers]
         roots = token_ids.roll(-1, dims=1).gather(1, at)
-        found = self.body(self.blocks(roots), at + 1, seen, steps <= at[..., None])
+        found = self.body(self.blocks(roots), at + 1, seen, [steps[None]] * len(seen))
         features = self.features(found, token_ids, at)
         if places is None:
             return features
@@ -207,17 +243,22 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         return found
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
-        made = self.context(context.hidden)
-        positions, longest = history.span(rows, made.shape[1])
+        hidden, ends = context.hidden, history.counts[rows] + context.num_accepted
+        positions, longest = history.span(rows, hidden.shape[1])
+        most = max(self.windows) if all(self.windows) else hidden.shape[1]
+        if most < hidden.shape[1]:  # what no window sees is not computed
+            index = context.num_accepted[:, None] - most + torch.arange(most, device=hidden.device)
+            positions = torch.where(index < 0, -1, history.counts[rows, None] + index)
+            hidden = hidden[torch.arange(len(index), device=hidden.device)[:, None], index.clamp(min=0)]
+        made = self.context(hidden)
         for number, layer in enumerate(self.layers):
-            history.write(number, rows, layer.keys_values(made, positions), positions, longest)
+            history.write(number, rows, layer.keys_values(made, positions), positions, longest, ends=ends)
         return made[:, :0].flatten(1)  # a block reads nothing of the text but its keys and values
 
     def block_features(self, root: Root) -> Tensor:
         """(K, B, D) behind every row's text."""
-        seen, mask = root.history.accepted()
         blocks = self.blocks(root.token_ids[:, None])
-        return self.body(blocks, root.history.counts[:, None], seen, mask[:, None])[:, :, 0]
+        return self.body(blocks, root.history.counts[:, None], *root.history.placed())[:, :, 0]
 
     def begin(self, root: Root, depth: int) -> Any:
         """Logits of all places, (depth, B, V'): one pass, whatever the tree."""

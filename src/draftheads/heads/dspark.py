@@ -30,18 +30,22 @@ class DSparkConfig(BlockConfig):
     """Whether an embedding (V, r) of its own takes the place of A E(x), as in the published heads."""
     gate_reads_token: bool = False
     """Whether the gate reads the token before, too, as in the published heads."""
+    recurrent: bool = False
+    """Whether a state of r numbers follows the path, in place of a gate: the published Markov heads of the kind rnn."""
     is_shifted: bool = True
 
     method: ClassVar[str] = "dspark"
     description: ClassVar[str] = "as dflash, plus a term for the previous draft token"
     paper: ClassVar[str] = "DSpark, 2026"
-    optional = BlockConfig.optional | {"own_embedding", "gate_reads_token"}
+    optional = BlockConfig.optional | {"own_embedding", "gate_reads_token", "recurrent"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, markov_rank=self.markov_rank)
         if self.gate_reads_token and not self.gated:
             raise InvalidSettings("gate_reads_token is true and gated is false: there is no gate; give gated=true")
+        if self.recurrent and self.gated:
+            raise InvalidSettings("recurrent and gated are true, and a head has one of them; give gated=false")
 
 
 class MarkovState(NamedTuple):
@@ -50,6 +54,7 @@ class MarkovState(NamedTuple):
     logits: Tensor  # (depth, B, V') of what does not depend on the path
     gates: Tensor  # (depth, B, r) what the gates read of the rows
     token_ids: Tensor  # (B, W) of the nodes
+    memory: Tensor  # (B, W, r) of a recurrent head, r = 0 of others
 
 
 class MarkovBias(DraftHead):
@@ -58,6 +63,10 @@ class MarkovBias(DraftHead):
     bias_i = U_i (gate_i(h) * A_i E(x)), x the token before. All else of a prediction is the same for all nodes of a
     depth. A_i E(x) may be a row of an embedding of its own, and the gate may read it, too. ``down``, ``up`` and
     ``gates`` have a layer for each depth, or one for all.
+
+    A recurrent head has a state s of r numbers, zero at the root (DSpark, arXiv 2607.05147): with
+    [g, c, o] = J_s s + J_x A E(x) + J_h h the bias is U tanh(o), and the state of the children is
+    σ(g) s + (1 - σ(g)) tanh(c).
     """
 
     reads_path = True
@@ -68,9 +77,13 @@ class MarkovBias(DraftHead):
         own = nn.ModuleList(nn.Embedding(config.vocab_size, rank) for _ in range(count if config.own_embedding else 0))
         self.down = own if config.own_embedding else linears(count, size, rank)
         self.up = linears(count, rank, config.num_draft_tokens)
-        self.gates = linears(count if config.gated else 0, size, rank, bias=True)
-        self.token_gates = linears(count if config.gate_reads_token else 0, rank, rank)
-        for parameter in (*self.up.parameters(), *self.gates.parameters(), *self.token_gates.parameters()):
+        self.is_recurrent = getattr(config, "recurrent", False)
+        read = 3 * rank if self.is_recurrent else rank
+        self.gates = linears(count if config.gated or self.is_recurrent else 0, size, read, bias=True)
+        self.token_gates = linears(count if config.gate_reads_token or self.is_recurrent else 0, rank, read)
+        self.state_gates = linears(count if self.is_recurrent else 0, rank, read)
+        gates = () if self.is_recurrent else (*self.gates.parameters(), *self.token_gates.parameters())
+        for parameter in (*self.up.parameters(), *gates):  # of a recurrent head U alone, or nothing would be learned
             nn.init.zeros_(parameter)
 
     def scores(self, token_ids: Tensor, depth: int) -> Tensor:
@@ -96,15 +109,30 @@ class MarkovBias(DraftHead):
     def with_gates(self, logits: Tensor, features: list[Tensor], token_ids: Tensor) -> MarkovState:
         """At the roots (B,): logits (depth, B, V') without a bias, and each depth's features (B, D)."""
         gates = [self.gate(depth, part).expand(len(part), -1) for depth, part in enumerate(features)]
-        return MarkovState(logits, torch.stack(gates), token_ids[:, None])
+        memory = gates[0].new_zeros(len(token_ids), 1, self.up[0].in_features if self.is_recurrent else 0)
+        return MarkovState(logits, torch.stack(gates), token_ids[:, None], memory)
 
     def predict(self, state: Any, depth: int) -> Tensor:
         """Logits of the tokens of a place with the bias of each node, (B, W, V')."""
-        scores = self.gated(depth, state.gates[depth][:, None], self.scores(state.token_ids, depth))
+        before, gate = self.scores(state.token_ids, depth), state.gates[depth][:, None]
+        scores = (
+            self.turned(depth, gate, before, state.memory)[0] if self.is_recurrent else self.gated(depth, gate, before)
+        )
         return state.logits[depth][:, None] + self.up[self._layer(depth)](scores)
 
     def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
-        return state._replace(token_ids=token_ids)
+        memory = state.memory
+        if self.is_recurrent:
+            gate = state.gates[depth][:, None]
+            memory = self.turned(depth, gate, self.scores(state.token_ids, depth), memory)[1]
+            memory = memory[torch.arange(len(parents), device=parents.device)[:, None], parents]
+        return state._replace(token_ids=token_ids, memory=memory)
+
+    def turned(self, depth: int, gate: Tensor, scores: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """What the bias is made of and the next state, each (…, r), of a recurrent head's state ``memory`` (…, r)."""
+        layer = self._layer(depth)
+        g, c, o = (gate + self.token_gates[layer](scores) + self.state_gates[layer](memory)).chunk(3, -1)
+        return torch.tanh(o), torch.lerp(torch.tanh(c), memory, torch.sigmoid(g))
 
     def gate(self, depth: int, features: Tensor) -> Tensor:
         """What a gate reads of rows, before its sigmoid: (…, D) -> (…, r), or one 0 without a gate."""
@@ -152,7 +180,13 @@ class DSparkHead(MarkovBias, DFlashHead):
     def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
         """(K, B, A, D + r)."""
         before = [token_ids.roll(-(i + 1), dims=1).gather(1, at) for i in range(len(found))]  # no wrapped tail is used
-        return torch.stack([self.biased(rows, rows, before[i], i) for i, rows in enumerate(found)])
+        if not self.is_recurrent:
+            return torch.stack([self.biased(rows, rows, before[i], i) for i, rows in enumerate(found)])
+        made, memory = [], found.new_zeros(*at.shape, self.up[0].in_features)
+        for i, rows in enumerate(found):
+            scores, memory = self.turned(i, self.gate(i, rows), self.scores(before[i], i), memory)
+            made.append(torch.cat([rows, scores], -1))
+        return torch.stack(made)
 
     def begin(self, root: Root, depth: int) -> MarkovState:
         """All that does not depend on the path, for all places at once."""

@@ -29,6 +29,10 @@ class StatefulHead(DraftHead):
         super().__init__(config)
         self.num_history_layers = num_layers
 
+    def new_history(self) -> HeadKVCache:
+        """An empty one."""
+        return HeadKVCache(self.num_history_layers)
+
     def start(self) -> "StatefulSession":
         """A session with an empty history."""
         return StatefulSession(self)
@@ -124,7 +128,7 @@ class StatefulSession(HeadSession):
 
     def __init__(self, head: StatefulHead) -> None:
         super().__init__(head)
-        self.history = HeadKVCache(head.num_history_layers)
+        self.history = head.new_history()
         self.pending: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
 
     def root(self, context: Context) -> Root:
