@@ -220,7 +220,7 @@ def test_no_mask_has_an_embedding_of_zeros() -> None:
         ({"layers": [1, 1]}, r"layers is \[1, 1\]; give different numbers"),
         ({"gate_reads_token": True, "gated": False}, "there is no gate; give gated=true"),
         ({"recurrent": True}, "recurrent and gated are true, .*; give gated=false"),
-        ({"windows": [2, 2]}, r"windows is \[2, 2\]; give num_layers \(1\) numbers"),
+        ({"windows": [2, 2]}, r"windows is \[2, 2\]; it must have num_layers \(1\) of them"),
         ({"windows": [-1]}, r"windows is \[-1\]"),
         ({"causal_layers": [1]}, r"causal_layers has \[1\]; give numbers in 0 … num_layers - 1 \(0\)"),
     ],

@@ -38,6 +38,7 @@ from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
 from draftheads.heads.dspark import DSparkConfig, DSparkHead
 from draftheads.models.model import TargetModel
+from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
 _OF_ITSELF, _SPECULATORS = "dflash_config", "speculators_model_type"
@@ -154,7 +155,8 @@ def _visible(
     types = layer.get("layer_types") or ["sliding_attention" if given.get("use_swa") else "full_attention"] * num_layers
     window = given.get("swa_window_size") if given.get("use_swa") else layer.get("sliding_window")
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise source.wrong(f"layer_types is {types}; give sliding_attention or full_attention for {num_layers} layers")
+        kinds = f"one of full_attention and sliding_attention for each of {counted(num_layers, 'layer')}"
+        raise source.wrong(f"layer_types is {types}; it must have {kinds}")
     if not layer.get("layer_types") and not given.get("use_swa") and layer.get("use_sliding_window", window) and window:
         raise source.wrong(f"sliding_window is {window} and layer_types is missing: it says which layers have a window")
     with_windows = [i for i, kind in enumerate(types) if kind == "sliding_attention"]

@@ -63,7 +63,7 @@ class BlockConfig(SeveralLayersConfig):
                 f"mask_token_id is {self.mask_token_id}; it must lie in 0 … vocab_size - 1 ({self.vocab_size - 1})"
             )
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
-            raise InvalidSettings(f"windows is {self.windows}; give num_layers ({self.num_layers}) numbers from 0 on")
+            raise InvalidSettings(f"windows is {self.windows}; it must have num_layers ({self.num_layers}) of them")
         if unknown := set(self.causal_layers) - set(range(self.num_layers)):
             raise InvalidSettings(
                 f"causal_layers has {sorted(unknown)}; give numbers in 0 … num_layers - 1 ({self.num_layers - 1})"
