@@ -216,6 +216,10 @@ def test_two_hosts_without_a_shared_disk_train_the_head_of_one(tmp_path: Path, h
     first = next(host for host in hosts if (host / "out" / "model.safetensors").exists())
     order = (first, *(host for host in hosts if host != first))
     plans = [json.loads((host / "plan.json").read_text()) for host in order]
+    num_texts = sum(len({tuple(text) for batch in plan for text in batch}) for plan in plans)
+    assert json.loads((first / "out" / "metrics.json").read_text())["num_training_texts"] == num_texts
+    assert f"training hydra on {num_texts} texts by 2 processes" in "".join(outputs)
+    assert f"hidden states of {len(chats)} texts\n" in "".join(outputs)
     assert len(plans[0]) == len(plans[1])
     (tmp_path / "both").mkdir()
     write_chats(tmp_path / "both" / "all.jsonl", chats)

@@ -254,6 +254,14 @@ def test_the_command_tells_what_was_left_out_and_how_long_all_took(
     assert (found["num_training_texts"] + found["num_held_out_texts"], len(found["left_out"])) == (30, 1)
 
 
+@pytest.mark.usefixtures("loaded")
+def test_hidden_states_that_are_stored_are_said_to_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(12))
+    for out, words in (("first", "hidden states of 12 texts\n"), ("second", "12 texts, all stored already\n")):
+        command.run(train_options(tmp_path / out, tmp_path / "states", data=(data,), num_heads=2, epochs=1))
+        assert words in capfd.readouterr().out
+
+
 @pytest.mark.thorough
 def test_a_training_process_prints_no_warnings(features: Path, tmp_path: Path):
     """Warnings of transformers and accelerate belong in no user's terminal."""

@@ -24,6 +24,8 @@ def test_it_is_json_and_names_command_versions_and_threads() -> None:
     made = provenance(["/somebody/bin/draftheads", "train", "--out", "my heads"])
     assert json.loads(json.dumps(made)) == made
     assert made["command"] == "draftheads train --out 'my heads'"
+    by_module = provenance(["/lib/draftheads/__main__.py", "info"])  # python -m draftheads info
+    assert by_module["command"] == "draftheads info"
     assert made["torch"] == torch.__version__
     assert made["threads"] == torch.get_num_threads()
     assert str(made["time"]).endswith("+00:00")

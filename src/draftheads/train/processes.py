@@ -99,3 +99,8 @@ def group(folder: Path) -> Group:
 def writes(folder: Path) -> bool:
     """Whether this process writes into a folder: the first of those that see it."""
     return group(folder).number == 0
+
+
+def of_all(folder: Path, here: int) -> int:
+    """The sum of a number that all processes that see one folder have in common; all must call this."""
+    return sum(every(here if writes(folder) else 0))

@@ -106,7 +106,7 @@ class Report:
 
     method: str
     model_id: str
-    num_training_texts: int
+    num_training_texts: int  # of all hosts, as are their tokens
     num_held_out_texts: int
     num_steps: int
     reading_seconds: float  # for hidden states before the first step; this and the next are of this process alone

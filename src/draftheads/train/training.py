@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.features import LiveStore, read_meta
+from draftheads.data.features import LiveStore, read_meta, stored
 from draftheads.data.files import check_readable
 from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.data.records import check_chats
@@ -116,9 +116,9 @@ class Run:
             with dated(self.folder.date):
                 self.data = self.read_data()
             self.head = new_head(self.options, target, self.data.store, self.data.training, start=self.start_head)
-            speed, report = self.train(), None
+            facts, report = self.train(), None
             if processes.is_first():
-                report = self.measure_and_save(speed)
+                report = self.measure_and_save(facts)
             if processes.writes(self.options.out):
                 self.tidy_up()
             processes.wait()
@@ -215,8 +215,11 @@ class Run:
         self.progress.stage("reading data")
         texts = read_texts(target, options, self.left_out, self.progress)
         data = self.claim(plan_training(LiveStore(target, texts), options))
-        self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
         self.features, started = options.features or options.out / "features", time.monotonic()
+        own = len(texts) if is_extracted(self.features) else stored(self.features)[0]
+        total, kept = (processes.of_all(options.out, number) for number in (len(texts), own))
+        there = f", {'all' if kept == total else f'{kept:,} of them'} stored already" if kept else ""
+        self.progress.stage(f"hidden states of {counted(total, 'text')}{there}")
         with self.reader() as reader:
             store = with_hidden_states(reader, texts, options, self.progress, layers)
         self.reading_seconds = time.monotonic() - started
@@ -250,15 +253,17 @@ class Run:
     def train(self) -> dict[str, Any]:
         number = processes.count()
         by = f" by {counted(number, 'process')}" if number > 1 else ""
-        self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}{by}")
+        own, names = self.data.training, ("num_training_texts", "num_training_tokens", "num_answer_tokens")
+        counts = [processes.of_all(self.options.out, count) for count in (len(own), *self.data.sizes(own))]
+        self.progress.stage(f"training {self.head.config.method} on {counted(counts[0], 'text')}{by}")
         started = time.monotonic()
         self.trained = self.module()
         parts = self.trained, self.optimizer(), self.steps(), self.batches(), self.folder
         first_step = fit(*parts, data=self.data, progress=self.progress, validate=self.validate)
         seconds = time.monotonic() - started
-        own = sum(self.data.tokens_per_step[first_step:]) if processes.writes(self.options.out) else 0
-        num_tokens = sum(processes.every(own))
+        num_tokens = processes.of_all(self.options.out, sum(self.data.tokens_per_step[first_step:]))
         return {
+            **dict(zip(names, counts, strict=True)),
             "reading_seconds": round(self.reading_seconds, 1),
             "training_seconds": round(seconds, 1),
             "tokens_per_second": round(num_tokens / seconds, 1),
@@ -297,34 +302,30 @@ class Run:
         """The same, by the name that the head in this output folder records."""
         return self.decoding_model
 
-    def measure_and_save(self, speed: dict[str, Any]) -> Report:
+    def measure_and_save(self, facts: dict[str, Any]) -> Report:
         """The head of the last step, and before it the one with the lowest held-out loss if it is another one."""
         path, num_steps = self.folder.path, self.data.num_steps
         best = find_checkpoint(path, BEST)
         if best is None or (step := step_of(best)) == num_steps:
             if (path / BEST / "metrics.json").exists():
                 shutil.rmtree(path / BEST)  # of a run before
-            return self.measure_and_save_in(path, {"num_steps": num_steps, **speed})
+            return self.measure_and_save_in(path, {"num_steps": num_steps, **facts})
         self.progress.stage(f"the head of step {step} had the lowest held-out loss: it is saved in {path / BEST}")
         last = copy.deepcopy(self.trained.state_dict())
         read_checkpoint(best, self.trained)
-        found = self.measure_and_save_in(path / BEST, {"num_steps": step, **speed})
+        found = self.measure_and_save_in(path / BEST, {"num_steps": step, **facts})
         self.trained.load_state_dict(last)
-        facts = {"best_step": step, "best_loss": fmean(found.losses)}
-        return self.measure_and_save_in(path, {"num_steps": num_steps, **facts, **speed})
+        best_one = {"best_step": step, "best_loss": fmean(found.losses)}
+        return self.measure_and_save_in(path, {"num_steps": num_steps, **best_one, **facts})
 
     def measure_and_save_in(self, folder: Path, facts: dict[str, Any]) -> Report:
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         measured = self.measure(self.data.held_out)
-        num_training_tokens, num_answer_tokens = self.data.sizes(self.data.training)
         by_rank = zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
-            num_training_texts=len(self.data.training),
             num_held_out_texts=len(self.data.held_out),
-            num_training_tokens=num_training_tokens,
-            num_answer_tokens=num_answer_tokens,
             num_held_out_tokens=self.data.sizes(self.data.held_out)[1],
             **facts,
             accuracy_by_rank=list(map(list, by_rank)),

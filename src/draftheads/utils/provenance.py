@@ -35,9 +35,10 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool 
     import torch  # noqa: PLC0415 - slow, and `--help` does not need it
 
     command = list(sys.argv if argv is None else argv)
+    program = [path.parent.name if path.name == "__main__.py" else path.name for path in map(Path, command[:1])]
     commit, dirty = _git_state(Path(__file__).resolve())
     return {
-        "command": shlex.join([*(Path(program).name for program in command[:1]), *command[1:]]),
+        "command": shlex.join([*program, *command[1:]]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": commit,
         "git_dirty": dirty,
