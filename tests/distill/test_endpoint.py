@@ -18,7 +18,13 @@ from draftheads.data.texts import load_texts
 from draftheads.distill import endpoint
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import part_path
-from draftheads.errors import DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
+from draftheads.errors import (
+    DistillationInterrupted,
+    EndpointError,
+    EndpointWarning,
+    InvalidSettings,
+    MissingDependency,
+)
 from draftheads.models.pretrained import ModelTokenizer
 from fake_openai import FakeServer, Fields, asked, completion
 from fake_openai import repeating as answer
@@ -26,6 +32,7 @@ from fake_progress import FakeProgress
 from think_world import WORDS, think_tokenizer
 from training_world import EOS
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* is sent again")
 Response = tuple[int, Any]
 
 
@@ -93,7 +100,9 @@ def test_failed_requests_are_repeated(server: FakeServer, tmp_path: Path):
     server.behave = lambda request: next(troubles, answer(request))
     chosen = remote(tmp_path, server)
     num_before = len(server.requests)
-    run(chosen)
+    with pytest.warns(EndpointWarning) as warned:
+        run(chosen)
+    assert len(warned) == 1, "once for each server"
     assert chosen.out.read_bytes() == plain.out.read_bytes()
     assert len(server.requests) == 2 * num_before + 6
 

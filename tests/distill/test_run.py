@@ -1,7 +1,9 @@
 """Distillations: answers, self-talk, prompts that are left out, and the manifest."""
 
 import hashlib
+import re
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +237,15 @@ def test_a_model_without_a_chat_template_continues_prompts_as_texts(tmp_path: Pa
         run(target, chats)
     with pytest.raises(UnsupportedModel, match=r"tiny has no chat template: .*--documents"):
         run(target, replace(chats, num_self_talk=1))
+
+
+def test_slow_answers_are_shown_by_their_seconds(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, progress = count(0, 100), FakeProgress()
+    monkeypatch.setattr(distillation, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    run(target, options(tmp_path), progress)
+    assert re.fullmatch(r"1,\d\d\d s/answer, \d\.\d tokens/s", progress.last[2])
 
 
 # --- the manifest ---

@@ -23,7 +23,7 @@ from fake_openai import FakeServer, Fields, repeating
 from fake_progress import FakeProgress
 from nursery import Nursery
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
+pytestmark = [pytest.mark.usefixtures("quick_retries"), pytest.mark.filterwarnings("ignore:.* is sent again")]
 BATCH = 4  # requests at the same time at each server
 SECONDS = 20.0  # to wait for what must happen
 PARROT = [{"id": "parrot"}]
@@ -135,7 +135,8 @@ def test_conversations_of_a_killed_server_go_on_at_another(servers: tuple[FakeSe
     chosen = remote(tmp_path, prompts=prompts, endpoint=(f"{url}/v1", f"{servers[0].url}/v1"))
     with process, pytest.warns(EndpointWarning) as warned:
         outcome = run_remote(chosen, FakeProgress(5, kill))
-    (words,) = [str(warning.message) for warning in warned]
+    first, words = [str(warning.message) for warning in warned]
+    assert first == f"{url}/v1: a request failed and is sent again; each request is sent up to 2 times more"
     assert words.startswith(f"after 0 conversations, {url}/v1/chat/completions failed: ")
     assert words.endswith("the other servers go on, and it is tried again after 60 seconds")
     assert chosen.out.read_bytes() == whole(tmp_path, prompts=prompts)

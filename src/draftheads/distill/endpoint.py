@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from multiprocessing.pool import ThreadPool
 from queue import SimpleQueue
@@ -75,6 +76,7 @@ class EndpointSource:
         self.options = options
         self.openai: Any = openai
         self.identity = {"model": options.model, "answered_by": "endpoint"}  # the address may change
+        self._silent = dict.fromkeys(options.endpoint, True)  # servers of which no failure was told yet
 
     def converse(self, dialogues: Iterator[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end. Those of a server that fails go on at the others, from where they are."""
@@ -140,9 +142,17 @@ class EndpointSource:
             max_retries=REQUEST_RETRIES,
             # those of the environment are not for others
             default_headers=dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), self.openai.Omit()),
-            http_client=self.openai.DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
+            http_client=self.openai.DefaultHttpxClient(  # keys go to no other server
+                follow_redirects=False, event_hooks={"request": [partial(self._tell_retry, url)]}
+            ),
         )
         return _Server(url, client)
+
+    def _tell_retry(self, url: str, request: Any) -> None:
+        """Warns once for each server; openai counts in this header how often it has sent the request again."""
+        if request.headers.get("x-stainless-retry-count", "0") != "0" and self._silent.pop(url, False):
+            often = f"each request is sent up to {REQUEST_RETRIES} times more"
+            warnings.warn(f"{url}: a request failed and is sent again; {often}", EndpointWarning, stacklevel=2)
 
     def _check_model(self, server: _Server) -> None:
         """A server without a list of models, or that cannot be reached yet, is accepted."""

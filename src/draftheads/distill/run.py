@@ -221,8 +221,9 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, progress:
             elif len(held) == _MOST_REFUSED:
                 refuse()
         seconds = max(time.monotonic() - started, 1e-3)
-        speeds = f"{num_answers / seconds:,.1f} answers/s, {num_tokens / seconds:,.0f} tokens/s"
-        progress.progress(len(journal.places) + len(held), total, speeds)
+        is_slow = 0 < num_answers < seconds / 10
+        answers = f"{seconds / num_answers:,.0f} s/answer" if is_slow else f"{num_answers / seconds:,.1f} answers/s"
+        progress.progress(len(journal.places) + len(held), total, f"{answers}, {num_tokens / seconds:,.1f} tokens/s")
 
     def save() -> None:
         nonlocal saved
