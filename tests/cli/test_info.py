@@ -100,6 +100,17 @@ def test_the_zoo_is_listed_and_its_heads_are_found_by_method_and_model(
     assert "No heads are installed" in told(capsys, "")
 
 
+def test_what_is_no_head_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    installed = "tiny-llama is a model, not a draft head; installed for tiny-llama: medusa"
+    with pytest.raises(ModelNotFound, match=f"^{installed}$"):
+        told(capsys, "tiny-llama")
+    with pytest.raises(ModelNotFound, match=r"^smollm2-135m is a model, not a draft head; none is installed for "):
+        told(capsys, "smollm2-135m")
+    (file := tmp_path / "head.pt").touch()
+    with pytest.raises(ModelNotFound, match=r"head\.pt is a file, not the folder of a draft head"):
+        told(capsys, str(file))
+
+
 def test_it_imports_neither_torch_nor_transformers():
     code = 'assert main(["info"]) == main(["info", "hydra"]) == 0'
     last = slow_imports(code).splitlines()[-1]

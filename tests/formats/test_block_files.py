@@ -464,5 +464,7 @@ def test_export_names_the_engines_commands(method: str, tmp_path: Path) -> None:
     given = json.loads(shlex.split(done.commands["vLLM"])[-1])
     assert given == {"method": method, "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
     assert f"--speculative-algorithm {method.upper()} " in done.commands["SGLang"]
-    with pytest.raises(InvalidSettings, match=f"--to openvino is not for heads of the method {method}.* For openvino "):
+    refused = f"--to openvino is not for heads of the method {method}.* For openvino "
+    with pytest.raises(InvalidSettings, match=refused) as caught:
         export_head(tmp_path / "head", tmp_path / "other", model=name, to="openvino")
+    assert "plug-in" not in str(caught.value), "which refuses heads that read inner layers"

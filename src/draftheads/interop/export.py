@@ -28,6 +28,7 @@ from draftheads.utils.files import atomic_directory, user_path
 
 _ADVISED = "eagle3"  # for engines that read several kinds: most of them run it best
 _TOKEN_MAP, _OWN_HEADS = "token_map.pt", "medusa_lm_head.pt"
+_BY_PLUG_IN = {"amphista", "hydra", "hydra++", "markov-medusa", "medusa", "mlp-speculator"}  # docs/export.md names them
 # an option of EAGLE-3 heads: what engines do that do not know it
 _LITTLE_KNOWN = {
     "fc_norm": "llama.cpp refuses it, and optimum-intel (OpenVINO) ignores it and drafts worse",
@@ -43,7 +44,7 @@ class Exported(NamedTuple):
 
     folder: Path
     layout: str
-    commands: dict[str, str]  # that decode with it, by engine
+    commands: dict[str, str]  # that decode with it, by engine; of the one that was asked for
     left_out: int | None  # tokens of the draft vocabulary, if all of the model's are predicted now
 
 
@@ -107,7 +108,9 @@ def export_head(
         if form.has_tokenizer:
             target.tokenizer.save_pretrained(staged)
     left_out = None if form.keeps_vocab else loaded.config.draft_vocab_size
-    return Exported(folder, form.name, _commands(form, folder, base, loaded.config), left_out)
+    commands = _commands(form, folder, base, loaded.config)
+    asked = {engine: command for engine, command in commands.items() if engine.lower() == to != form.name}
+    return Exported(folder, form.name, asked or commands, left_out)
 
 
 def import_head(source: str | PathLike[str], out: str | PathLike[str], *, model: Loadable = "smollm2-135m") -> Layout:
@@ -140,7 +143,9 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
     if to is not None and to not in known:
         raise no_such("layout", to, known)
     fitting = [form for form in written if method in form.methods]
-    serves = "serve the head with `draftheads serve`, or in vLLM by the plug-in of draftheads"
+    serves = "serve the head with `draftheads serve`"
+    if method in _BY_PLUG_IN:
+        serves += ", or in vLLM by the plug-in of draftheads"
     if not fitting:
         raise InvalidSettings(f"heads of the method {method} are not written for other projects; {serves}")
     if to is None:
