@@ -52,9 +52,23 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # heads that are no whole vectors, and s
     },
     "qwen3_5_moe_text": {"num_experts": 5, "moe_intermediate_size": 72, "linear_num_value_heads": 2},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"], "num_experts": 5},
-    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"], "mamba_head_dim": 40},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "mamba_head_dim": 40, "n_routed_experts": 5,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 1.5,
+    },
     "mamba2": {"num_hidden_layers": 3},
     "bamba": {"num_hidden_layers": 3, "mamba_n_groups": 1, "mamba_d_state": 40},
+    "falcon_h1": {
+        "mamba_n_heads": 4, "mamba_d_head": 40, "mamba_d_ssm": 160, "mamba_d_state": 24, "mamba_proj_bias": True,
+        "attention_in_multiplier": 0.7, "attention_out_multiplier": 0.6, "key_multiplier": 0.8, "attention_bias": True,
+        "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.9, "ssm_multipliers": [1.2, 0.8, 1.1, 0.7, 1.5],
+        "mlp_multipliers": [1.2, 0.7], "mlp_bias": True, "embedding_multiplier": 2.0, "projectors_bias": True,
+    },
+    "olmo_hybrid": {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 24, "linear_value_head_dim": 40, "linear_num_value_heads": 6,
+        "linear_allow_neg_eigval": True,
+    },
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -75,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 64, "rotary_pct": 0.25},
     **(HYBRIDS if HAS_RECURRENT else {}),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -507,12 +521,32 @@ def test_experts_of_any_scores_are_among_those_that_there_are(chosen: int, bias:
 
 
 @pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
-def test_a_bias_may_change_which_experts_are_chosen_and_not_their_shares(instructions: str) -> None:
-    model = tiny_model("lfm2_moe", **HYBRIDS["lfm2_moe"], routed_scaling_factor=0.7)
-    for layer in model.layers[1:]:
-        layer.feed_forward.expert_bias += numbers(5)
-    native, stock = sped_up("lfm2_moe", "fp32", model)
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("family", ["lfm2_moe", "nemotron_h"])
+def test_a_bias_may_change_which_experts_are_chosen_and_not_their_shares(
+    instructions: str, family: str, norms: bool
+) -> None:
+    model = tiny_model(family, **{**HYBRIDS[family], "routed_scaling_factor": 0.7, "norm_topk_prob": norms})
+    biases = [bias for name, bias in model.model.named_buffers() if "bias" in name]
+    assert biases
+    for bias in biases:
+        bias.add_(numbers(5))
+    native, stock = sped_up(family, "fp32", model)
     assert (check_trees(native, stock=stock) - stock).abs().max() / stock.abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
+@pytest.mark.parametrize("gates_first", [True, False])
+def test_outputs_of_a_recurrence_may_be_normed_in_groups_before_their_gates(gates_first: bool) -> None:
+    norms = {"mamba_rms_norm": True, "mamba_norm_before_gate": not gates_first}
+    native, stock = sped_up("falcon_h1", "fp32", tiny_model("falcon_h1", seed=1, **HYBRIDS["falcon_h1"], **norms))
+    assert (check_trees(native, stock=stock) - stock).abs().max() / stock.abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
+def test_experts_that_are_chosen_among_those_of_some_groups_are_not_native() -> None:
+    options = {**HYBRIDS["nemotron_h"], "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+    assert tiny_model("nemotron_h", **options).sped_up().native is None
 
 
 MISFITS: dict[str, tuple[str, str, Any]] = {  # a part of a model, its attribute, and the value

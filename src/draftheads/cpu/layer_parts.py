@@ -1,7 +1,7 @@
 """What the layers of a model compute, by the names of their parts: one description for all families.
 
-A layer has attention, or a recurrence whose states follow a tree (``native/walk.h``): the gated delta rule, Mamba-2, or
-a short convolution.
+A layer has attention, a recurrence whose states follow a tree (``native/walk.h``), or both side by side. Recurrences
+are the gated delta rule, Mamba-2, and a short convolution.
 
 A description may be wrong for modules that have known names and compute something else. That is noticed when the model
 is loaded (:mod:`draftheads.runners.structure`): there layers with random weights must have the stock modules' logits.
@@ -48,7 +48,7 @@ _FEED_FORWARD = (  # gate, up and down, or up and down
     ("c_fc", "c_proj"),
     ("up_proj", "down_proj"),
 )
-_OF_MIXTURE = {"experts", "gate", "router", "shared_expert", "shared_expert_gate"}
+_OF_MIXTURE = {"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"}
 _ACT_NAMES = ("act_fn", "activation_fn", "act", "activation")
 _OF_DELTA = {"A_log", "dt_bias"}  # parameters of a gated delta rule, beside its modules
 
@@ -62,8 +62,9 @@ class PackedExperts(nn.Module):
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
-        self.num_experts = len(stock.gate_up_proj)
+        self.num_experts = len(stock.down_proj)
         self.parts = nn.ModuleList(PackedLinear(Plain(*pair)) for pair in _weights(stock))
+        self._parts_each = len(self.parts) // self.num_experts
         self._is_concatenated = stock.is_concatenated
         for name in [name for name, _ in stock.named_parameters(recurse=False)]:
             delattr(stock, name)
@@ -78,10 +79,9 @@ class PackedExperts(nn.Module):
             return ("Clamped", *limits)
         return ("SiLU" if stock.act_fn is nn.functional.silu else type(stock.act_fn).__name__, 0.0, 0.0)
 
-    def expert(self, number: int) -> tuple[Any, Any, Any]:
-        """Its layers for gate, up and down."""
-        gate, up, down = self.parts[3 * number : 3 * number + 3]
-        return gate, up, down
+    def expert(self, number: int) -> Any:
+        """Its layers for gate, up and down, or up and down."""
+        return self.parts[self._parts_each * number : self._parts_each * (number + 1)]
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum of the chosen experts' outputs: (n, D), numbers (n, k) and shares (n, k) of experts -> (n, D)."""
@@ -89,11 +89,12 @@ class PackedExperts(nn.Module):
         for number in chosen.unique().tolist():
             rows, places = (chosen == number).nonzero(as_tuple=True)
             states = hidden_states[rows]
-            gate, up, down = self.expert(number)
-            pair = [gate(states), up(states)]
+            *inner, down = self.expert(number)
+            pair = [part(states) for part in inner]
             joined = torch.cat(pair, -1) if self._is_concatenated else torch.stack(pair, -1).flatten(-2)
-            added = down(self._stock[0]._apply_gate(joined)) * shares[rows, places, None]  # noqa: SLF001
-            out.index_add_(0, rows, added.to(out.dtype))
+            stock = self._stock[0]
+            active = stock._apply_gate(joined) if len(pair) == 2 else stock.act_fn(joined)  # noqa: SLF001
+            out.index_add_(0, rows, (down(active) * shares[rows, places, None]).to(out.dtype))
         return out
 
 
@@ -101,9 +102,8 @@ def are_experts(module: nn.Module) -> bool:
     """Whether it has the form that :class:`PackedExperts` takes the place of."""
     names = {name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
     return (
-        names == {"gate_up_proj", "down_proj"}
-        and callable(getattr(module, "_apply_gate", None))
-        and getattr(module, "has_gate", False)
+        callable(getattr(module, "_apply_gate", None))
+        and names == {"gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj"}
         and not getattr(module, "has_post_expert_norm", False)
     )
 
@@ -117,16 +117,18 @@ def replace_experts(model: nn.Module) -> None:
 
 
 def _weights(stock: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weights (out, in) and biases of gate, up and down of each expert."""
+    """Weights (out, in) and biases of gate, up and down of each expert, or of up and down."""
 
     def of(name: str, number: int) -> tuple[Tensor, Tensor | None]:
         weight, bias = getattr(stock, name)[number].detach(), getattr(stock, f"{name}_bias", None)
         return weight.T if stock.is_transposed else weight, None if bias is None else bias[number].detach()
 
-    for number in range(len(stock.gate_up_proj)):
-        weight, bias = of("gate_up_proj", number)
+    for number in range(len(stock.down_proj)):
+        weight, bias = of("gate_up_proj" if stock.has_gate else "up_proj", number)
+        if not stock.has_gate:
+            yield weight, bias
         half = len(weight) // 2
-        for place in range(2):
+        for place in range(2 * stock.has_gate):
             rows = slice(place * half, (place + 1) * half) if stock.is_concatenated else slice(place, None, 2)
             yield weight[rows], None if bias is None else bias[rows].clone()
         yield of("down_proj", number)
@@ -139,6 +141,8 @@ class Outputs:
     layer: Any
     first: int = 0
     count: int | None = None
+    factor: Any = 1.0  # of outputs: a number, or (out,)
+    input_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ class Recurrence:
     # among the outputs of the first products, of the first group and from group to group: queries, keys, values,
     # gates of outputs, shares (of values that are added) and steps; a short convolution has gates of values there
     places: tuple[tuple[int, int], ...]
+    products: tuple[Outputs, ...]
+    out: Outputs
     taps: Tensor  # (taps, C), channels group by group: queries, keys, values
     tap_bias: Tensor | None  # (C,)
     decay: Tensor | None = None  # (H,)
@@ -182,9 +188,9 @@ class LayerParts:
     """A layer's weights, and how it puts them together. A part that is None is not there."""
 
     norms: tuple[Any, ...]  # before and after attention, before and after the feed-forward part
-    qkv: tuple[Outputs, ...]  # or what a recurrence reads
-    recurrence: Recurrence | None  # in place of attention
-    out: Outputs | None  # of both
+    recurrence: Recurrence | None
+    qkv: tuple[Outputs, ...]  # of attention
+    out: Outputs | None
     heads: "Heads | None"
     head_norms: tuple[Any, Any]  # of queries and keys
     sinks: Tensor | None  # (heads,)
@@ -228,7 +234,7 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     Raises:
         AttributeError, TypeError: it has other parts than the families that are known here.
     """
-    children = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout | nn.Identity)}
+    children = {name: getattr(layer, name) for name in _names_of(layer)}
     is_single = {*children} == {"norm", "mixer"}  # one part, in place of two
     if is_single:
         part = children["mixer"]
@@ -236,7 +242,7 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         children = {name: part, "norm" if name == "mlp" else "input_layernorm": children["norm"]}
     attention: Any = next((children.pop(name) for name in ("self_attn", "attention", "attn") if name in children), None)
     kind = next((name for name in _MIXERS if name in children), "")
-    mixer: Any = children.pop(kind, None) if attention is None else None
+    mixer: Any = children.pop(kind, None)
     mlp: Any = next((children.pop(name) for name in ("mlp", "feed_forward", "shared_mlp") if name in children), None)
     mixture: Any = children.pop("block_sparse_moe", mlp)
     mixes = attention is not None or mixer is not None
@@ -246,9 +252,9 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     experts: Any = getattr(mixture, "experts", None)
     router: Any = getattr(mixture, "gate", getattr(mixture, "router", None))
     is_mixture = isinstance(experts, PackedExperts)
-    if {name for name, _ in mixture.named_children()} - _OF_MIXTURE if is_mixture else mixture is not mlp:
+    if _names_of(mixture) - _OF_MIXTURE if is_mixture else mixture is not mlp:
         raise TypeError("it has more than experts, a router and a shared expert")
-    shared: Any = mlp if mixture is not mlp else getattr(mixture, "shared_expert", None) if is_mixture else None
+    shared: Any = mlp if mixture is not mlp else _first(mixture, "shared_experts", "shared_expert", otherwise=None)
     acts = {_act_of(plain) for plain in (shared if is_mixture else mlp,) if plain is not None}
     gates = {experts.gate} if is_mixture else {(act, 0.0, 0.0) for act in acts}
     if acts - {act for act, *_ in gates}:
@@ -264,14 +270,15 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         chosen=int(router.top_k) if is_mixture else 0,
     )
     is_cohere_2 = type(attention).__name__ == "Cohere2Attention"
-    qkv, recurrence = ((), None) if attention is None else (_qkv(attention), None)
-    if mixer is not None:
-        qkv, recurrence = _MIXERS[kind](mixer)
+    if attention is not None and mixer is not None and (norms[1] is not None or sizes.is_parallel):
+        raise TypeError("the sum of its attention and its recurrence has a norm")
+    qkv = () if attention is None else _qkv(attention, float(getattr(layer, "attention_in_multiplier", 1.0)))
+    recurrence = None if mixer is None else _MIXERS[kind](mixer, _out(mixer, getattr(layer, "ssm_out_multiplier", 1.0)))
     return LayerParts(
         norms,
-        qkv,
         recurrence,
-        Outputs(_first(mixer or attention, "o_proj", "dense", "c_proj", "out_proj")) if mixes else None,
+        qkv,
+        None if attention is None else _out(attention, getattr(layer, "attn_out_multiplier", 1.0)),
         None if attention is None else _heads_of(attention, qkv, config),
         tuple(_head_norm(attention, name) for name in "qk"),
         getattr(attention, "sinks", None),
@@ -280,15 +287,27 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
         () if shared is None else _feed_forward(shared),
         getattr(mixture, "shared_expert_gate", None) if is_mixture else None,
         router if is_mixture else None,
-        getattr(mixture, "expert_bias", None),
+        getattr(mixture, "expert_bias", getattr(router, "e_score_correction_bias", None)),
         sizes,
         attention.sliding_window is not None if is_cohere_2 else bool(getattr(attention, "use_rope", True)),
     )
 
 
-def _qkv(attention: Any) -> tuple[Outputs, ...]:
+def _names_of(module: Any) -> set[str]:
+    return {name for name, part in module.named_children() if not isinstance(part, nn.Dropout | nn.Identity)}
+
+
+def _out(mixer: Any, factor: float) -> Outputs:
+    return Outputs(_first(mixer, "o_proj", "dense", "c_proj", "out_proj"), factor=float(factor))
+
+
+def _qkv(attention: Any, input_factor: float) -> tuple[Outputs, ...]:
     if hasattr(attention, "q_proj"):
-        return tuple(Outputs(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+        factors = {"q_proj": 1.0, "k_proj": float(getattr(attention, "key_multiplier", 1.0)), "v_proj": 1.0}
+        return tuple(
+            Outputs(getattr(attention, name), factor=factor, input_factor=input_factor)
+            for name, factor in factors.items()
+        )
     return (Outputs(_first(attention, "qkv_proj", "query_key_value", "c_attn")),)
 
 
@@ -316,8 +335,8 @@ def _heads_of(attention: Any, qkv: Sequence[Outputs], config: Any) -> Heads:
     )
 
 
-def _gated_delta(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
-    """A gated delta rule: of Qwen3.5, or of Qwen3-Next, where all of a group are neighbours among the outputs."""
+def _gated_delta(mixer: Any, out: Outputs) -> Recurrence:
+    """A gated delta rule: of Qwen3.5, OLMo-Hybrid, or Qwen3-Next, where all of a group are neighbours among outputs."""
     groups, rows, values = (int(getattr(mixer, name)) for name in ("num_k_heads", "head_k_dim", "head_v_dim"))
     heads = mixer.num_v_heads // groups
     whole, keys = heads * values, groups * rows
@@ -327,16 +346,22 @@ def _gated_delta(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
         starts = 0, rows, 2 * rows, 2 * rows + whole, behind, behind + heads
         steps = (*4 * [step], *2 * [2 * heads])
     else:
-        names, behind = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), 2 * (keys + groups * whole)
+        names = tuple(f"in_proj_{name}" for name in ("qkv", "z", "b", "a"))
+        if hasattr(mixer, "q_proj"):
+            names = tuple(f"{name}_proj" for name in "qkvgba")
+        behind = 2 * (keys + groups * whole)
         starts = 0, keys, 2 * keys, 2 * keys + groups * whole, behind, behind + groups * heads
         steps = rows, rows, whole, whole, heads, heads
-    norm = mixer.norm
+    norm = _first(mixer, "norm", "o_norm")
     if {mixer.activation, norm.activation} != {"silu"} or {*dict(mixer.named_parameters(recurse=False))} != _OF_DELTA:
         raise TypeError("its recurrence is another one")
     taps, bias = _taps(mixer.conv1d, groups, (keys, keys, groups * whole))
-    return tuple(Outputs(getattr(mixer, name)) for name in names), Recurrence(
-        Mixing(_DELTA_RULE, groups, heads, rows, values, len(taps), values),
+    share_factor = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
+    return Recurrence(
+        Mixing(_DELTA_RULE, groups, heads, rows, values, len(taps), values, share_factor=share_factor),
         tuple(zip(starts, steps, strict=True)),
+        tuple(Outputs(getattr(mixer, name)) for name in names),
+        out,
         taps,
         bias,
         -mixer.A_log.detach().float().exp(),
@@ -346,35 +371,38 @@ def _gated_delta(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
     )
 
 
-def _state_space(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
-    """Mamba-2."""
+def _state_space(mixer: Any, out: Outputs) -> Recurrence:
+    """Mamba-2, with multipliers (Falcon-H1) and without."""
     groups, rows, values = (int(getattr(mixer, name)) for name in ("n_groups", "ssm_state_size", "head_dim"))
     heads, inner, norm = mixer.num_heads // groups, mixer.num_heads * values, mixer.norm
     own = {*dict(mixer.named_parameters(recurse=False))}
-    if mixer.activation != "silu" or own != {*_OF_DELTA, "D"} or getattr(norm, "norm_before_gate", False):
+    if mixer.activation != "silu" or own != {*_OF_DELTA, "D"}:
         raise TypeError("its recurrence is another one")
     behind = 2 * inner + 2 * groups * rows
     starts = 2 * inner + groups * rows, 2 * inner, inner, 0, behind, behind
     taps, bias = _taps(mixer.conv1d, groups, (inner, groups * rows, groups * rows), (2, 1, 0))
-    normed = int(getattr(norm, "group_size", inner))
-    return (Outputs(mixer.in_proj),), Recurrence(
+    normed = 0 if isinstance(norm, nn.Identity) else inner // int(getattr(norm, "n_groups", 1))
+    factor, input_factor = getattr(mixer, "mup_vector", 1.0), float(getattr(mixer, "ssm_in_multiplier", 1.0))
+    return Recurrence(
         Mixing(
-            *(_STATE_SPACE, groups, heads, rows, values, len(taps), normed),
-            gates_first=True,
+            *(_STATE_SPACE, groups, heads, rows, values, len(taps), int(getattr(norm, "group_size", normed))),
+            gates_first=not getattr(norm, "norm_before_gate", False),
             least_step=float(mixer.time_step_limit[0]),
             most_step=float(mixer.time_step_limit[1]),
         ),
         tuple(zip(starts, (rows, rows, heads * values, heads * values, heads, heads), strict=True)),
+        (Outputs(mixer.in_proj, factor=factor, input_factor=input_factor),),
+        out,
         taps,
         bias,
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach(),
         mixer.D.detach(),
-        (norm.weight.detach(), float(norm.variance_epsilon)),
+        (norm.weight.detach(), float(norm.variance_epsilon)) if normed else None,
     )
 
 
-def _short_convolution(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
+def _short_convolution(mixer: Any, out: Outputs) -> Recurrence:
     """Of LFM2: B * x is convolved, and the output multiplied by C."""
     size = int(mixer.conv.out_channels)
     if [name for name, _ in mixer.named_children()] != ["conv", "in_proj", "out_proj"]:
@@ -382,7 +410,7 @@ def _short_convolution(mixer: Any) -> tuple[tuple[Outputs, ...], Recurrence]:
     taps, bias = _taps(mixer.conv, 1, (size,))
     places = tuple((start * size, 0) for start in (0, 0, 0, 1, 0, 2))
     mixing = Mixing(_SHORT_CONVOLUTION, 1, 1, 0, size, len(taps))
-    return (Outputs(mixer.in_proj),), Recurrence(mixing, places, taps, bias)
+    return Recurrence(mixing, places, (Outputs(mixer.in_proj),), out, taps, bias)
 
 
 def _taps(
@@ -408,21 +436,16 @@ def _feed_forward(mlp: Any) -> tuple[Outputs, ...]:
             half = getattr(mlp, both).out_features // 2
             halves = (Outputs(getattr(mlp, both), place * half, half) for place in range(2))
             return (*halves, Outputs(getattr(mlp, down)))
-    for names in (
-        ("gate_proj", "up_proj", "down_proj"),
-        ("w1", "w3", "w2"),
-        ("dense_h_to_4h", "dense_4h_to_h"),
-        ("c_fc", "c_proj"),
-        ("up_proj", "down_proj"),
-    ):
+    for names in _FEED_FORWARD:
         if all(hasattr(mlp, name) for name in names):
-            return tuple(Outputs(getattr(mlp, name)) for name in names)
+            factors = {name: float(getattr(mlp, f"{name.removesuffix('_proj')}_multiplier", 1.0)) for name in names}
+            return tuple(Outputs(getattr(mlp, name), factor=factors[name]) for name in names)
     raise TypeError("its feed-forward part has unknown layers")
 
 
-def _first(module: Any, *names: str) -> Any:
+def _first(module: Any, *names: str, **otherwise: Any) -> Any:
     found = next((name for name in names if hasattr(module, name)), names[0])
-    return getattr(module, found)
+    return getattr(module, found, *otherwise.values())
 
 
 def common(values: Sequence[Any], otherwise: Any) -> Any:

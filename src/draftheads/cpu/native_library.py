@@ -46,7 +46,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *_ints("kind", "inputs", "out", "in_"),
-        *_pointers("packed", "bias", "smooth", "low_a", "low_b"),
+        *_pointers("packed", "bias", "smooth", "low_a", "low_b", "scales"),
         *_ints("rank", "low_kind"),
     )
 
@@ -70,7 +70,7 @@ class Experts(ctypes.Structure):
         *_fields(POINTER(Weight), "weights"),
         *_pointers("router", "router_bias", "choice_bias", "shared_gate"),
         *_ints("count", "chosen", "share_of_all", "is_shared", "are_sigmoids"),
-        *_floats("scaling"),
+        *_floats("added", "scaling"),
     )
 
 
@@ -84,6 +84,7 @@ class Recurrence(ctypes.Structure):
     """``draftheads::Recurrence`` in ``step.cpp``."""
 
     _fields_ = (
+        *_fields(Weight, "out"),
         *_pointers("taps", "tap_bias", "decay", "step_bias", "skip"),
         *(("norm", Norm), ("places", Place * 6)),
         *_ints("place", "unused"),

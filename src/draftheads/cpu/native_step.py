@@ -254,14 +254,15 @@ class NativeStep:
         qkv, rest = ([self._weight(part) for part in of] for of in (parts.qkv, parts.feed_forward))
         out = Weight() if parts.out is None else self._weight(parts.out)
         *inner, down = rest or [Weight(), Weight()]
-        recurrence = None if parts.recurrence is None else self._recurrence(parts.recurrence, qkv, out)
+        of_recurrence = [self._weight(part) for part in parts.recurrence.products] if parts.recurrence else []
+        recurrence = self._recurrence(parts.recurrence, of_recurrence, qkv) if parts.recurrence else None
         if parts.heads is not None:
             self._check_sizes(qkv, out)
             self._caches += 1
         if rest:
             self._check_inner(inner, down)
         return Layer(
-            (Weight * MOST_PRODUCTS)(*qkv),
+            (Weight * MOST_PRODUCTS)(*qkv, *of_recurrence),
             out,
             (Weight * 2)(*inner),
             down,
@@ -275,7 +276,8 @@ class NativeStep:
             self._caches - 1,
         )
 
-    def _recurrence(self, parts: Recurrence, products: Sequence[Weight], out: Weight) -> Any:
+    def _recurrence(self, parts: Recurrence, products: Sequence[Weight], others: Sequence[Weight]) -> Any:
+        out, before = self._weight(parts.out), sum(other.out for other in others)
         mixing, heads = parts.mixing, parts.mixing.groups * parts.mixing.heads
         channels = mixing.groups * (2 * mixing.rows + mixing.heads * mixing.values)
         sizes = (mixing.rows, mixing.rows, *2 * [mixing.heads * mixing.values], *2 * [mixing.heads])
@@ -290,13 +292,15 @@ class NativeStep:
         fit &= parts.taps.shape == (mixing.taps, channels) and norm.shape == (heads * mixing.values,)
         fit &= all(part.shape == (heads,) for part in of_heads) and max(ends) <= outputs
         fit &= not mixing.normed or (heads * mixing.values) % mixing.normed == 0
-        if not fit or outputs > _MOST_OUTPUTS or not 0 < mixing.taps <= _MOST_TAPS:
+        if not fit or before + outputs > _MOST_OUTPUTS or not 0 < mixing.taps <= _MOST_TAPS:
             raise ValueError(f"a recurrence of {mixing} and outputs of {[part.out for part in products]}")
         numbers = (parts.taps, parts.tap_bias, parts.decay, parts.step_bias, parts.skip)
+        places = [structures.Place(before + first, step) for first, step in parts.places]
         held = structures.Recurrence(
+            out,
             *(None if part is None else self._numbers(part) for part in numbers),
             Norm(self._numbers(norm), None, epsilon),
-            (structures.Place * len(parts.places))(*(structures.Place(*place) for place in parts.places)),
+            (structures.Place * len(places))(*places),
             self._recurrences,
         )
         self._recurrences += 1
@@ -323,18 +327,23 @@ class NativeStep:
 
     def _experts(self, parts: LayerParts, experts: PackedExperts) -> Any:
         count, router = experts.num_experts, parts.router
-        each = [*map(Outputs, experts.parts), *parts.shared]
-        weights = (Weight * len(each))(*map(self._weight, each))
+        each = [*(tuple(map(Outputs, experts.expert(number))) for number in range(count)), parts.shared]
+        held = [[self._weight(part) for part in one] for one in each if one]
+        whole = [one if len(one) == 3 else [one[0], Weight(), one[1]] for one in held]
+        weights = (Weight * (3 * len(whole)))(*(part for one in whole for part in one))
         forms = {(place % 3, one.kind, one.inputs, one.out, one.in_) for place, one in enumerate(weights[: 3 * count])}
         if len(forms) != 3 or router.top_k > count or tuple(router.weight.shape) != (count, self.size):
             raise ValueError("its experts differ")
         for first in (0, 3 * count)[: 2 if parts.shared else 1]:
-            self._check_inner(weights[first : first + 2], weights[first + 2])
+            self._check_inner([part for part in weights[first : first + 2] if part.out], weights[first + 2])
         gate = None if parts.shared_gate is None else parts.shared_gate.weight
         if gate is not None and gate.shape != (1, self.size):
             raise ValueError("the shared expert has several gates")
-        bias, are_sigmoids = getattr(router, "bias", None), hasattr(router, "use_expert_bias")  # LFM2
-        held = Experts(
+        bias, is_lfm2 = getattr(router, "bias", None), hasattr(router, "use_expert_bias")
+        are_sigmoids = is_lfm2 or hasattr(router, "e_score_correction_bias")
+        if getattr(router, "num_group", 1) != getattr(router, "topk_group", 1):
+            raise ValueError("experts are chosen among those of some groups")
+        of_layer = Experts(
             weights,
             self._numbers(router.weight),
             None if bias is None else self._numbers(bias),
@@ -345,10 +354,11 @@ class NativeStep:
             not getattr(router, "norm_topk_prob", True),
             bool(parts.shared),
             are_sigmoids,
+            1e-6 if is_lfm2 else 1e-20,
             float(router.routed_scaling_factor) if are_sigmoids else 1.0,
         )
-        self._held += [weights, held]
-        return ctypes.pointer(held)
+        self._held += [weights, of_layer]
+        return ctypes.pointer(of_layer)
 
     def _norm(self, norm: Any, size: int) -> Norm:
         if norm is None:
@@ -370,9 +380,16 @@ class NativeStep:
             product = product.part(part.first, part.count)
             low_rank = low_rank and (low_rank[0], low_rank[1][part.first : part.first + part.count])
         self._products.append(product)
-        if low_rank is None:
+        is_scaled = not isinstance(part.factor, float) or part.factor * part.input_factor != 1.0
+        if low_rank is None and not is_scaled:
             return product.given
         given = Weight.from_buffer_copy(product.given)
+        if is_scaled:
+            factors = torch.as_tensor(part.factor).flatten().expand(given.out)
+            given.scales = self._numbers(factors * part.input_factor)
+            given.bias = None if product.bias is None else self._numbers(product.bias * factors)
+        if low_rank is None:
+            return given
         kind = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         pair = [matrix.detach().to(kind).contiguous() for matrix in low_rank]
         self._held += pair

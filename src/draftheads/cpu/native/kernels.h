@@ -31,6 +31,7 @@ struct Weight {
     const float *bias;    // (out,), or null
     const float *smooth;  // (in,) by which rows are multiplied before they are rounded to int8, or null
     const void *low_a, *low_b;  // (rank, in) and (out, rank): B A x is added to the product; or null
+    const float *scales;        // (out,) what the sum of both is multiplied by before the bias is added, or null
     int32_t rank, low_kind;
 };
 

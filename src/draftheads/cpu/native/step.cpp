@@ -213,7 +213,7 @@ bool supports(const Kernels &set) {
 
 // Several feed-forward parts, of which a router chooses some for each token.
 struct Experts {
-    const Weight *weights;             // (count, 3): gate, up and down of each; then, if there is one, those of the shared expert
+    const Weight *weights;             // (count, 3): gate, up and down of each, or up, nothing and down; then, if there is one, those of the shared expert
     const float *router, *router_bias;  // (count, size) and (count,), or null
     const float *choice_bias;           // (count,) that is added to scores for the choice alone; or null
     const float *shared_gate;           // (size,): the share of the shared expert is its sigmoid; or null: the share is 1
@@ -221,7 +221,7 @@ struct Experts {
     int32_t share_of_all;  // an expert's share is its probability among all, not among the chosen ones
     int32_t is_shared;     // whether there is a shared expert, which all tokens choose
     int32_t are_sigmoids;  // scores are sigmoids, and shares proportional to them
-    float scaling;         // of shares
+    float added, scaling;  // to the sum of the chosen sigmoids; of shares
 };
 
 int inner_of(const Experts &e) { return std::max(e.weights->out, e.is_shared ? e.weights[3 * e.count].out : 0); }
@@ -238,8 +238,9 @@ struct Place {
 };
 enum { kQueries, kKeys, kValues, kGates, kShares, kSteps, kPlaces };  // of a recurrence
 
-// What a layer has in place of attention.
+// What a layer has in place of attention or beside it.
 struct Recurrence {
+    Weight out;
     const float *taps, *tap_bias;  // (taps, channels) of the convolution, and (channels,) or null
     const float *decay, *step_bias, *skip;  // (heads,): a step decays by e^(decay * softplus(step + bias)); skip may be null
     Norm norm;                     // of the outputs of all heads
@@ -249,16 +250,16 @@ struct Recurrence {
 
 constexpr int kMostProducts = 6, kMostTaps = 16;
 
-// What a layer of any family computes. A norm without a scale is not there. Without qkv it has a feed-forward part alone, and
-// without gate_up and experts it has none.
+// What a layer of any family computes. A norm without a scale is not there. Without qkv it has a feed-forward part alone,
+// without gate_up and experts it has none, and without out no attention.
 struct Layer {
-    Weight qkv[kMostProducts], out, gate_up[2], down;  // the last ones of qkv may be empty: others have their outputs, too
+    Weight qkv[kMostProducts], out, gate_up[2], down;  // the last ones of qkv may be empty; those of a recurrence are behind others
     Norm norm, after_attention, middle, after_mlp, query_norm, key_norm;
     const float *sinks;      // (heads,), or null
     const Experts *experts;  // in place of gate_up and down, or null
     int32_t window;          // tokens that a token sees; 0: all
     int32_t turns;           // which cosines and sines its queries and keys have; -1: none
-    const Recurrence *recurrence;  // in place of attention, or null
+    const Recurrence *recurrence;  // or null
     int32_t cache, unused;         // where its keys and values are: layers of attention before it
 };
 
@@ -362,13 +363,14 @@ struct Outline {
     uint64_t word;
 
     static uint64_t of(uint32_t number, int qkv_blocks, int inner_blocks, bool attention_waits, bool mlp_waits, bool has_experts,
-                       bool is_recurrent) {
-        return uint64_t(number) << 32 | uint64_t(qkv_blocks) << 19 | uint64_t(inner_blocks) << 6 | is_recurrent << 3 |
+                       bool is_recurrent, bool attends) {
+        return uint64_t(number) << 32 | uint64_t(qkv_blocks) << 19 | uint64_t(inner_blocks) << 6 | attends << 4 | is_recurrent << 3 |
                attention_waits << 2 | mlp_waits << 1 | int(has_experts);
     }
     uint32_t number() const { return uint32_t(word >> 32); }
     int qkv_blocks() const { return word >> 19 & (kMostBlocks - 1); }
     int inner_blocks() const { return word >> 6 & (kMostBlocks - 1); }
+    bool attends() const { return word >> 4 & 1; }
     bool is_recurrent() const { return word >> 3 & 1; }
     bool attention_waits() const { return word >> 2 & 1; }
     bool mlp_waits() const { return word >> 1 & 1; }
@@ -415,6 +417,9 @@ int multiply_block(const Weight &weight, int block, const char *inputs, int rows
                    int64_t most_rank = 0) {
     kernels->block(weight, block, inputs, rows, y);
     const int first = block * kBlock, outputs = std::min(kBlock, weight.out - first);
+    if (weight.scales)
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < outputs; o++) y[r * kBlock + o] *= weight.scales[first + o];
     if (weight.bias)
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < outputs; o++) y[r * kBlock + o] += weight.bias[first + o];
@@ -424,7 +429,7 @@ int multiply_block(const Weight &weight, int block, const char *inputs, int rows
             const int64_t at = int64_t(first) * weight.rank * bytes_of(weight.low_kind);
             kernels->dots(weight.low_kind, static_cast<const char *>(weight.low_b) + at, low + r * most_rank, outputs, weight.rank,
                           added);
-            for (int o = 0; o < outputs; o++) y[r * kBlock + o] += added[o];
+            for (int o = 0; o < outputs; o++) y[r * kBlock + o] += weight.scales ? weight.scales[first + o] * added[o] : added[o];
         }
     return outputs;
 }
@@ -553,7 +558,7 @@ void choose_experts(const Work &work, const Experts &experts, const float *row, 
         total = experts.are_sigmoids ? 1.0f : 0.0f;
         for (int e = 0; e < count && !experts.are_sigmoids; e++) total += weight(e);
     } else if (experts.are_sigmoids) {
-        total += 1e-6f;  // as in LFM2
+        total += experts.added;
     }
     for (int i = 0; i < found; i++) shares[i] = shares[i] / total * experts.scaling;
     if (!experts.is_shared) return;
@@ -590,7 +595,7 @@ void order_rows(const Work &work, const Experts &experts) {
         for (int i = 0; i < experts.chosen; i++) work.places[int64_t(token) * work.most_chosen + i] = first[chosen(token, i)]++;
 }
 
-constexpr int kPartsOfLayer = 13;
+constexpr int kPartsOfLayer = 17;
 constexpr int kTogether = 16;  // queries that share their keys and values, about
 
 float *row_of_thread(int64_t size) {
@@ -716,33 +721,34 @@ void pass_of(const Job &job, uint32_t number) {
                 for (int t = 0; t < tokens; t++)
                     std::memcpy(work.qkv + t * work.width + first + block * kBlock, y + t * kBlock, 4 * outputs);
             }) &&
-            (outline.is_recurrent()
-                 ? (mixing.kind != kShortConvolution || each([&](int token) { open_gates(work, *now.recurrence, token); })) &&
-                       pool->share(part++, number, tokens * mixing.groups,
-                               [&](int task) { convolve_group(work, *now.recurrence, task / mixing.groups, task % mixing.groups); }) &&
-                       pool->share(part++, number, p.texts * walks,
-                                   [&](int task) {
-                                       walk(work, *now.recurrence, task / walks, task % walks / parts, task % parts);
-                                   }) &&
-                       each([&](int token) {
-                           float *row = row_of_thread(now.out.in);
-                           finish(work, *now.recurrence, token, row);
-                           prepare(&now.out, 1, row, token);
-                       })
-                 : each([&](int token) { turn_and_store(work, now, index, token); }) &&
-                       pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
-                                   [&](int task) {
-                                       const int of = task / work.head_parts / m.groups, heads = m.heads / m.groups / work.head_parts;
-                                       attend(work, now, index, work.groups[of], work.groups[of + 1] - work.groups[of],
-                                              task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
-                                   }) &&
-                       each([&](int token) {
-                           float *row = work.attended + int64_t(token) * joined;
-                           if (m.has_gates) close_gates(work, token, row);
-                           prepare(&now.out, 1, row, token);
-                       })) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens, add_to(outline.attention_waits()),
-                     work.low, work.most_rank))) &&
+            (!outline.is_recurrent() || (
+            (mixing.kind != kShortConvolution || each([&](int token) { open_gates(work, *now.recurrence, token); })) &&
+            pool->share(part++, number, tokens * mixing.groups,
+                        [&](int task) { convolve_group(work, *now.recurrence, task / mixing.groups, task % mixing.groups); }) &&
+            pool->share(part++, number, p.texts * walks,
+                        [&](int task) { walk(work, *now.recurrence, task / walks, task % walks / parts, task % parts); }) &&
+            each([&](int token) {
+                float *row = row_of_thread(now.recurrence->out.in);
+                finish(work, *now.recurrence, token, row);
+                prepare(&now.recurrence->out, 1, row, token);
+            }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return now.recurrence->out; }, work.inputs, tokens,
+                     add_to(outline.attention_waits()), work.low, work.most_rank))) &&
+            (!outline.attends() || (
+            each([&](int token) { turn_and_store(work, now, index, token); }) &&
+            pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
+                        [&](int task) {
+                            const int of = task / work.head_parts / m.groups, heads = m.heads / m.groups / work.head_parts;
+                            attend(work, now, index, work.groups[of], work.groups[of + 1] - work.groups[of],
+                                   task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
+                        }) &&
+            each([&](int token) {
+                float *row = work.attended + int64_t(token) * joined;
+                if (m.has_gates) close_gates(work, token, row);
+                prepare(&now.out, 1, row, token);
+            }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens,
+                     add_to(outline.attention_waits()), work.low, work.most_rank))))) &&
             (!outline.inner_blocks() || (  // no feed-forward part
             each([&](int token) {
                 if (outline.attention_waits() && !m.is_parallel) add_branch(now.after_attention, token);
@@ -771,9 +777,10 @@ void pass_of(const Job &job, uint32_t number) {
                            const int64_t inner = inner_of(*now.experts);
                            float *gate = outputs_of_thread(int64_t(2 * rows) * kBlock), *up = gate + int64_t(rows) * kBlock;
                            const int outputs = multiply_block(weights[0], block, rows_of, rows, gate);
-                           multiply_block(weights[1], block, rows_of, rows, up);
+                           if (weights[1].out) multiply_block(weights[1], block, rows_of, rows, up);
+                           else up = nullptr;
                            for (int r = 0; r < rows; r++)
-                               kernels->gate(m.gate, gate + r * kBlock, up + r * kBlock, outputs,
+                               kernels->gate(m.gate, gate + r * kBlock, up ? up + r * kBlock : nullptr, outputs,
                                              work.inner + (first + r) * inner + block * kBlock);
                        }) &&
                        each([&](int token) {
@@ -1158,11 +1165,11 @@ const char *draftheads_layout() {
         size_t offset, size;
     } fields[] = {
         FIELD(Weight, kind), FIELD(Weight, inputs), FIELD(Weight, out), FIELD(Weight, in), FIELD(Weight, packed),
-        FIELD(Weight, bias), FIELD(Weight, smooth), FIELD(Weight, low_a), FIELD(Weight, low_b), FIELD(Weight, rank),
+        FIELD(Weight, bias), FIELD(Weight, smooth), FIELD(Weight, low_a), FIELD(Weight, low_b), FIELD(Weight, scales), FIELD(Weight, rank),
         FIELD(Weight, low_kind), FIELD(Norm, scale), FIELD(Norm, shift), FIELD(Norm, epsilon), FIELD(Norm, is_centred),
         FIELD(Gate, act), FIELD(Gate, alpha), FIELD(Gate, limit), FIELD(Experts, weights), FIELD(Experts, router),
         FIELD(Experts, router_bias), FIELD(Experts, choice_bias), FIELD(Experts, shared_gate), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
-        FIELD(Experts, is_shared), FIELD(Experts, are_sigmoids), FIELD(Experts, scaling), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
+        FIELD(Experts, is_shared), FIELD(Experts, are_sigmoids), FIELD(Experts, added), FIELD(Experts, scaling), FIELD(Place, first), FIELD(Place, step), FIELD(Recurrence, out), FIELD(Recurrence, taps), FIELD(Recurrence, tap_bias),
         FIELD(Recurrence, decay), FIELD(Recurrence, step_bias), FIELD(Recurrence, skip), FIELD(Recurrence, norm),
         FIELD(Recurrence, places), FIELD(Recurrence, place), FIELD(Recurrence, unused), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up), FIELD(Layer, down),
         FIELD(Layer, norm), FIELD(Layer, after_attention), FIELD(Layer, middle), FIELD(Layer, after_mlp),
@@ -1366,9 +1373,9 @@ int draftheads_pass(const Model *model, const Pass *pass) {
         width = std::max(width, outputs);
         if (qkv_blocks >= Outline::kMostBlocks || inner_blocks >= Outline::kMostBlocks) return 3;
         outlines[layer].store(Outline::of(pool->next(), qkv_blocks, inner_blocks,
-                                          l.after_attention.scale || m.is_parallel, l.after_mlp.scale, l.experts, l.recurrence),
+                                          l.after_attention.scale || m.is_parallel, l.after_mlp.scale, l.experts, l.recurrence, l.out.out),
                               std::memory_order_release);
-        for (const Weight *w : {&l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
+        for (const Weight *w : {&l.out, &l.gate_up[0], &l.gate_up[1], &l.down, l.recurrence ? &l.recurrence->out : &l.out}) {
             if (!w->out) continue;
             widest = std::max(widest, kernels->input_bytes(*w));
             most_rank = std::max<int64_t>(most_rank, w->rank);
