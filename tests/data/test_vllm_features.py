@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftheads.cpu.optimise import TYPICAL_TEXT
+from draftheads.data import vllm_features
 from draftheads.data.features import LiveStore
 from draftheads.data.texts import EncodedChat
 from draftheads.data.vllm_features import ExtractedStore
@@ -115,6 +116,38 @@ def test_each_file_is_compared_and_what_is_not_read_is_named(tmp_path: Path):
         store = ExtractedStore(target, texts, folder)
     with pytest.raises(DataError, match=f"{last}: hidden_states have NaN"):
         list(store)
+
+
+def test_a_file_serves_all_texts_that_begin_it(tmp_path: Path):
+    """Two texts that part at token 20 have a file each; others begin both or one of them, or are there twice."""
+    target = tiny_model("llama")
+    ids = texts_of(target, 1)[0].token_ids
+    other = (*ids[:20], 3 + (ids[20] - 2) % 5, *ids[25:])
+    written, read = (ids, other), (ids[:9], other[:30], ids, ids[:9], other, ids[:24], ids[:20])
+    of_files, texts = ([EncodedChat(one, (True,) * len(one)) for one in part] for part in (written, read))
+    extract_as_vllm(target, of_files, tmp_path / "states", [2])
+    found = ExtractedStore(target, texts, tmp_path / "states")
+    for expected, document in zip(LiveStore(target, texts), found, strict=True):
+        torch.testing.assert_close(document.hidden, expected.hidden, rtol=0.03, atol=0.06)
+    missing = EncodedChat((*ids[:9], *other[20:]), (True,) * len(other[11:]), "chats.jsonl:7")
+    with pytest.raises(DataError, match=r"1 text of 8, the first is chats\.jsonl:7"):
+        ExtractedStore(target, [*texts, missing], tmp_path / "states")
+
+
+def test_of_many_files_the_likelihood_decides_which_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model that was trained finds the next tokens likely; for this one the limit stands for that."""
+    target, compared = tiny_model("llama"), dict[int, int]()
+    texts = texts_of(target, 7)
+    texts[5] = EncodedChat((*texts[6].token_ids[:11], 3, *texts[5].token_ids[:20]), (True,) * 32)
+    extract_as_vllm(target, texts, tmp_path / "states", [2])
+    monkeypatch.setattr(vllm_features, "_MOST_FILES", 2)
+    monkeypatch.setattr(ExtractedStore, "_compare", lambda _, index, shared: compared.update({index: shared}))
+    for likelier, expected in ((-100.0, [0, 4]), (100.0, [*range(7)])):
+        monkeypatch.setattr(vllm_features, "LIKELIER", likelier)
+        compared.clear()
+        ExtractedStore(target, texts, tmp_path / "states")
+        assert list(compared) == expected
+    assert compared[5] == compared[6] == 11
 
 
 @pytest.mark.thorough

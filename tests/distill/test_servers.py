@@ -178,6 +178,37 @@ def test_a_server_that_failed_is_asked_once_and_then_as_before(
     assert chosen.out.read_bytes() == whole(tmp_path)
 
 
+def test_an_answer_that_was_on_its_way_does_not_bring_a_failed_server_back(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first server fails three prompts and then answers its fourth; the second answers when that is saved."""
+    first, second = servers
+    chosen, failed, drop = remote(tmp_path, *servers), threading.Semaphore(0), EndpointSource._drop
+
+    def dropping(*arguments: Any) -> None:
+        drop(*arguments)
+        failed.release()
+
+    def behave(request: Fields) -> tuple[int, Any]:
+        if request["messages"][0]["content"] != "w0":
+            return 503, "no"
+        assert all(failed.acquire(timeout=SECONDS) for _ in range(BATCH - 1))
+        return repeating(request)
+
+    def later(request: Fields) -> tuple[int, Any]:
+        deadline = time.monotonic() + SECONDS
+        while b'"index": 0,' not in part_path(chosen.out).read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return repeating(request)
+
+    monkeypatch.setattr(EndpointSource, "_drop", dropping)
+    first.behave, second.behave = behave, later
+    with pytest.warns(EndpointWarning, match=first.url):
+        run_remote(chosen)
+    assert len(first.requests) == 1 + (BATCH - 1) * (endpoint.REQUEST_RETRIES + 1)
+    assert chosen.out.read_bytes() == whole(tmp_path)
+
+
 def test_a_run_ends_if_all_servers_failed_and_can_be_continued(servers: tuple[FakeServer, FakeServer], tmp_path: Path):
     """The first fails at once, and is not asked again so soon; the second in the middle."""
     first, second = servers

@@ -2,28 +2,27 @@
 
 vLLM writes a file for each request: ``token_ids`` (T,) and ``hidden_states`` (T, n, D), the outputs of n chosen layers.
 Those of the last layer are not normed; h_t is, so the target's last norm is applied here. A file does not say which
-layers it has. They are found by comparing the beginning of a few texts with what the target computes for them. Of each
-file the first tokens that only its text has are compared, too. Without the target's layers nothing can be computed: the
-files must have the layers that are read, in their order, and the last one; that its states are those of the text is
-seen by the likelihood of the tokens.
+layers it has. They are found by comparing the beginning of a few texts with what the target computes for them. Of
+up to a thousand files the first tokens that only its text has are compared, too; of more files the likelihood of the
+last tokens decides which are. Without the target's layers nothing can be computed: the files must have the layers that
+are read, in their order, and the last one, and the likelihood is looked at in all files.
 """
 
 import warnings
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from operator import itemgetter
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.data.features import Document, LiveStore, read_alone
+from draftheads.data.features import Document, LiveStore, Texts, read_alone
 from draftheads.data.texts import EncodedChat
 from draftheads.errors import DataError, DataWarning, UnsupportedModel
 from draftheads.models.model import TargetModel
@@ -32,7 +31,8 @@ from draftheads.utils.counts import counted
 
 NUM_COMPARED = 3  # texts
 MOST_COMPARED = 256  # tokens of each
-_NUM_OWN = 8  # tokens that are compared of every file
+_NUM_OWN = 8  # tokens that are compared of a file
+_MOST_FILES = 1000  # that are compared; a pass of the target for each of a million files would take hours
 _TENSORS = {"token_ids", "hidden_states"}
 _AGAIN = "delete it and extract its text again"
 MOST_LIKELY, _FEWEST_LIKELY = 64, 16  # last tokens of a text whose likelihood is looked at
@@ -52,22 +52,22 @@ class ExtractedStore(LiveStore):
         output of layer i - 1, vLLM's layer id i.
         """
         super().__init__(target, texts, layers)
-        self._files = _files_of(self, folder)
+        self._files, num_shared = _files_of(self, folder)
         if (norm := target.final_norm) is None:
             raise UnsupportedModel(f"{target.model_id} has no known last norm, which outputs of the last layer need")
         self._norm: nn.Module = norm
-        if target.has_layers:
-            self._places = self._find_places()
-            self._check_each()
-        else:
-            self._places = self._places_in_order()
-            for index, ids in enumerate(self.token_ids):
+        self._places = self._find_places() if target.has_layers else self._places_in_order()
+        compared = range(0, len(self), -(-len(self) // _MOST_FILES)) if target.has_layers else ()
+        for index, ids in enumerate(self.token_ids):
+            problem = ""
+            if index not in compared:
                 last = self._normed(self._states(index, max(0, len(ids) - MOST_LIKELY), place=self._places[-1]))
-                if problem := likelihood_problem(target, last, ids):
-                    raise DataError(
-                        f"{self._files[index]} ({self.sources[index]}): {problem}; {_AGAIN}, or leave a text of random "
-                        "characters out"
-                    )
+                problem = likelihood_problem(target, last, ids)
+            if index in compared or (problem and target.has_layers):  # a text of random characters is not likely
+                self._compare(index, num_shared[index])
+            elif problem:
+                fix = f"{_AGAIN}, or leave a text of random characters out"
+                raise DataError(f"{self._files[index]} ({self.sources[index]}): {problem}; {fix}")
 
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
@@ -84,23 +84,17 @@ class ExtractedStore(LiveStore):
             states: Tensor = file.get_slice("hidden_states")[start : len(self.token_ids[index][:most]), place]
         return states.to(self.target.device, self.target.dtype)
 
-    def _check_each(self) -> None:
+    def _compare(self, index: int, num_shared: int) -> None:
         """Compares the first tokens that a text does not share with the others: its file may be of another text."""
-        texts = [ids.tolist() for ids in self.token_ids]
-        shared = [0] * len(texts)
-        for one, other in pairwise(sorted(range(len(texts)), key=texts.__getitem__)):
-            length = len(commonprefix((texts[one], texts[other])))  # noqa: RUF071 - of lists, not of paths
-            shared[one], shared[other] = max(shared[one], length), length
-        for index, length in enumerate(shared):
-            most = min(length + _NUM_OWN, MOST_COMPARED)
-            expected = read_alone(self.target, self.token_ids[index][:most])[-_NUM_OWN:].to(self.target.device)
-            found = self._normed(self._states(index, most=most)[-_NUM_OWN:, self._places[-1]])
-            difference = _difference(self._logits(found), self._logits(expected))
-            if not difference <= LIMIT:
-                raise DataError(
-                    f"{self._files[index]}: the hidden states are not those of the tokens: the logits differ by "
-                    f"{difference:.1%} from {self.target.model_id}'s, and at most {LIMIT:.0%} is allowed; {_AGAIN}"
-                )
+        most = min(num_shared + _NUM_OWN, MOST_COMPARED)
+        expected = read_alone(self.target, self.token_ids[index][:most])[-_NUM_OWN:].to(self.target.device)
+        found = self._normed(self._states(index, most=most)[-_NUM_OWN:, self._places[-1]])
+        difference = _difference(self._logits(found), self._logits(expected))
+        if not difference <= LIMIT:
+            raise DataError(
+                f"{self._files[index]}: the hidden states are not those of the tokens: the logits differ by "
+                f"{difference:.1%} from {self.target.model_id}'s, and at most {LIMIT:.0%} is allowed; {_AGAIN}"
+            )
 
     @torch.inference_mode()
     def _normed(self, states: Tensor) -> Tensor:
@@ -193,10 +187,26 @@ def _difference(states: Tensor, expected: Tensor) -> float:
     return float(((states - expected).norm(dim=-1) / spread).median())
 
 
-def _files_of(store: LiveStore, folder: Path) -> list[Path]:
-    files: list[tuple[bytes, Path]] = []
-    unread, width, size = set[str](), None, store.target.hidden_size
-    for path in folder.rglob("*.safetensors"):
+def _in_order(texts: Texts) -> tuple[list[tuple[bytes, int]], list[int], list[int]]:
+    """Texts by their tokens, the places of those that begin them (-1: none), how many tokens it shares with others."""
+    keys = sorted((_key(texts.part(index)[0]), index) for index in range(len(texts)))
+    before, begun, shared = [-1], [0], [0] * len(keys)
+    for place, ((last, other), (key, index)) in enumerate(pairwise(keys), 1):
+        while begun and not key.startswith(keys[begun[-1]][0]):
+            begun.pop()
+        before.append(begun[-1] if begun else -1)
+        begun.append(place)
+        shared[index] = _num_shared(last, key)
+        shared[other] = max(shared[other], shared[index])
+    return keys, before, shared
+
+
+def _files_of(store: LiveStore, folder: Path) -> tuple[list[Path], list[int]]:
+    """The file of each text, and how many tokens it shares with another one. Tokens of files are not kept."""
+    keys, before, shared = _in_order(store.texts)
+    files: list[Path | None] = [None] * len(keys)
+    unread, width, size, path = set[str](), None, store.target.hidden_size, None
+    for path in sorted(folder.rglob("*.safetensors")):
         with _opened(path) as file:
             unread |= {*file.keys()} - _TENSORS
             token_ids, stored = file.get_tensor("token_ids").flatten(), file.get_slice("hidden_states")
@@ -206,26 +216,33 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
                 raise DataError(f"{path}: hidden_states are {what}, and token_ids whole numbers; {_AGAIN}")
             if shape[1] != (width := width or shape[1]):
                 raise DataError(f"{path} has {shape[1]} layers, and files before it have {width}; give one kind")
-            files.append((_key(token_ids), path))
-    if not files:
+        own = _key(token_ids.numpy())
+        place = bisect_right(keys, (own, len(keys))) - 1  # each text that begins the file is this one or begins it
+        while place >= 0 and files[keys[place][1]] is None:
+            if own.startswith(keys[place][0]):
+                files[keys[place][1]] = path
+            place = before[place]
+    if path is None:
         raise DataError(f"{folder} has no .safetensors file")
     if unread:
         warnings.warn(f"{folder}: tensors {', '.join(sorted(unread))} are not read", DataWarning, stacklevel=3)
-    files.sort()
-    keys = list(map(_key, store.token_ids))
-    places = [bisect_left(files, key, key=itemgetter(0)) for key in keys]  # where a file that begins so would be
-    of_texts = [files[min(place, len(files) - 1)] for place in places]
-    pairs = enumerate(zip(of_texts, keys, strict=True))
-    if missing := [index for index, ((own, _), key) in pairs if not own.startswith(key)]:
+    if missing := [index for index, found in enumerate(files) if found is None]:
         texts = f"{counted(len(missing), 'text')} of {len(store)}, the first is {store.sources[missing[0]]}"
         fix = "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
         raise DataError(f"{folder} has no hidden states of {texts}: {fix}")
-    return [path for _, path in of_texts]
+    return [found for found in files if found is not None], shared
 
 
-def _key(token_ids: Tensor) -> bytes:
-    """Bytes in the order of the tokens: a text that begins another one is a prefix of it, and comes right before it."""
-    return token_ids.numpy().astype(">i4").tobytes()
+def _key(token_ids: np.ndarray) -> bytes:
+    """Bytes in the order of the tokens: a text that begins another one is a prefix of it, and comes before it."""
+    return token_ids.astype(">i4").tobytes()
+
+
+def _num_shared(one: bytes, other: bytes) -> int:
+    """How many tokens two keys begin with together."""
+    size = min(len(one), len(other)) // 4
+    differ = np.flatnonzero(np.frombuffer(one, ">i4", size) != np.frombuffer(other, ">i4", size))
+    return int(differ[0]) if len(differ) else size
 
 
 @contextmanager
