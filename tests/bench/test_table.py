@@ -150,6 +150,10 @@ def test_the_markdown_tables_have_a_line_for_each_way():
         ({"speedup": 1.0625}, "No drafter is clearly faster than plain decoding: the fastest, medusa, reaches 1.06"),
         ({"speedup": 0.5}, "No drafter is faster than plain decoding"),
         ({"settings": {"tree": "defaults"}}, "With the defaults on this machine: 1.25 ± 0.12 × plain"),
+        (
+            {"settings": {"tree": "defaults"}, "numbers": {"copied_percent": 80.0}},
+            "(medusa; 80 % of the accepted draft",
+        ),
     ],
 )
 def test_the_verdict_names_the_fastest_drafter(changes: dict[str, Any], words: str):

@@ -58,6 +58,11 @@ def test_an_unknown_command(run: Run):
     assert err.startswith("draftheads: no command 'generat'; did you mean generate?\n\nusage: draftheads COMMAND")
 
 
+def test_a_command_of_a_package_that_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("draftheads.cli.main.commands_for", lambda _: COMMANDS)
+    assert "package of its own, pip install ./packages/papers" in run(["reproduce", "hydra-table-2"], code=2).err
+
+
 def test_another_package_adds_a_command(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By an entry point, which is read only where it is needed; it replaces no command of ours."""
     info = tmp_path / "greeter-1.0.dist-info"

@@ -404,7 +404,9 @@ def verdict(rows: Iterable[Row]) -> str:
         return "There is no drafter to compare."
     best = max(drafters, key=lambda row: row.speedup)
     if best.settings.get("tree") == "defaults":
-        return speed_sentence(best.name, best.speedup, best.speedup_error)
+        copied = best.numbers.get("copied_percent", 0.0)
+        copies = f"; {copied:.0f} % of the accepted draft tokens are copies from the text" if copied >= 50 else ""
+        return speed_sentence(best.name + copies, best.speedup, best.speedup_error)
     facts = [best.tree]
     if not best.settings.get("temperature"):
         same = best.num_answers - best.num_different

@@ -36,6 +36,7 @@ class Command(NamedTuple):
     config: bool = False  # --config FILE and --print-config
 
 
+_OTHERS = {"audit": "./packages/audit", "reproduce": "./packages/papers"}  # commands that may not be installed
 COMMANDS = {
     "bench": Command(
         "compare draft heads, and drafters without a head", "bench.settings", config=True, continues=True, first="model"
@@ -144,6 +145,8 @@ def _command(arguments: list[str]) -> int:
     else:
         close = close_name(name, commands)
         hint = f"; did you mean {close}?" if close else ""
+        if name in _OTHERS:
+            hint = f": it is in a package of its own, pip install {_OTHERS[name]} (in a checkout of draftheads)"
         print(f"draftheads: no command {name!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
     print(shown)
