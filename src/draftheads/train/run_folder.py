@@ -121,14 +121,15 @@ class RunFolder:
 
     def claim(self, data: TrainingData, *, model: str, start: Start | None) -> None:
         """Writes what the run depends on. If it resumes from a checkpoint, the same must be there."""
-        date = self.date
-        if not processes.writes(self.path):
-            return
-        path = self.path / "run.json"
-        settings = self._settings()
+        date, path, settings = self.date, self.path / "run.json", self._settings()
         facts = {"model": model, "num_steps": data.num_steps, "data": data.store.fingerprint}
         facts |= {"processes": processes.count(), "start_digest": start and start.saved.digest}
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
+        names, fix = sorted(now.keys() - {"data", "model", "start_from"}), "Give all hosts the same settings"
+        for other in processes.every(now):  # hosts are started one by one
+            require_same(other, now, names=names, problem="the hosts train with different settings", fix=fix)
+        if not processes.writes(self.path):
+            return
         if self.checkpoint() and path.exists():
             before = _recorded(path, "data", "num_steps")
             _check_names(path, before, {**now, "date": date})

@@ -109,7 +109,7 @@ def read_texts(
     folder, lost, group = options.out / TEXTS_FOLDER, LeftOut(), processes.group(options.out)
     lines, key = _lines_and_key(target, options) if group.number == 0 else ({}, "")
     share = (group.index, group.count) if len({*processes.every(key)} - {""}) == 1 else (0, 1)
-    key = f"{key} {share}"
+    key = f"{key} {share} {[*lines]}"
     if group.number == 0 and not ((folder / "texts.json").exists() and Texts.open(folder).facts.get("key") == key):
         given: dict[str, Any] = {"max_tokens": options.max_tokens, "left_out": lost, "mapped": by_all_cores}
         length, eos_ids = limited(options.max_length, target), target.eos_ids
@@ -129,7 +129,7 @@ def _lines_and_key(target: TargetModel, options: TrainOptions) -> tuple[dict[str
     digest, lines = hashlib.sha256(), dict[str, int]()
     for file in chain.from_iterable(map(files_in, (*options.text, *options.data))):
         lines[str(file)] = 0
-        digest.update(str(file).encode())
+        digest.update(file.suffix.encode())  # hosts may have the same file in other folders
         with file.open("rb") as content:
             while part := content.read(1 << 20):
                 digest.update(part)
