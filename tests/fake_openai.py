@@ -18,6 +18,7 @@ class FakeServer:
         self.behave, self.models, self.metrics = behave, models, metrics
         self.requests: list[Fields] = []
         self.keys: set[str | None] = set()
+        self.headers: set[str] = set()  # names, of requests for answers
         self.now = self.most = 0
         self.is_stopped = False
         self._lock = threading.Lock()
@@ -37,6 +38,7 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 server.keys.add(self.headers["authorization"])
+                server.headers |= set(map(str.lower, self.headers))
                 fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with server._lock:
                     server.requests.append({**fields, "path": self.path})

@@ -274,8 +274,11 @@ def test_each_server_gets_its_own_key(
 ):
     monkeypatch.setenv("ONE", "polly")
     monkeypatch.setenv("TWO", "jacko")
+    for name in ("OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "own")
     run_remote(remote(tmp_path, *servers, api_key_env=("ONE", "TWO")))
     assert [server.keys for server in servers] == [{"Bearer polly"}, {"Bearer jacko"}]
+    assert not any("openai-" in name for server in servers for name in server.headers), "what is for OpenAI's server"
     run_remote(remote(tmp_path, *servers, api_key_env=("TWO",), out=tmp_path / "other.jsonl"))
     assert [server.keys for server in servers] == [{"Bearer polly", "Bearer jacko"}, {"Bearer jacko"}]
 

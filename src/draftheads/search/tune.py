@@ -176,7 +176,8 @@ def tune_on_states(
     read = [partial(store.__getitem__, texts[index]) for index in held_out]
     answers = recorded([(token_ids[index], loss_masks[index]) for index in held_out], read)
     if len(answers) < 2:
-        raise DataError(f"{features}: {counted(len(answers), 'held-out text')} with an answer: at least 2 are needed")
+        found = counted(len(answers), "held-out text")
+        raise DataError(f"{features}: {found} with an answer: at least 2 are needed: train on more texts")
     with locked(folder, "give --out"):
         profile, _ = measured_profile(target, drafter, answers, settings, progress=progress)
         finish_replacing(folder)
