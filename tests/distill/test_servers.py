@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,24 @@ def test_a_server_that_failed_is_asked_once_and_then_as_before(
     assert met.is_set()
     assert alone == [1]
     assert chosen.out.read_bytes() == whole(tmp_path)
+
+
+def test_a_failed_server_has_room_for_one_trial_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = [1000.0]
+    monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    source = EndpointSource(remote(tmp_path, endpoint=("http://one/v1", "http://other/v1")))
+    servers = one, _ = [endpoint._Server(url, None) for url in source.options.endpoint]
+    assert one.has_room(2)
+    with pytest.warns(EndpointWarning, match="no"):
+        source._drop(one, EndpointError("no"), servers)
+    for _ in range(2):  # each failed trial begins another minute
+        assert not one.has_room(2)
+        clock[0] += endpoint.DROPPED_SECONDS
+        one.num_running = 1
+        assert not one.has_room(2)
+        one.num_running = 0
+        assert one.has_room(2)
+        source._drop(one, EndpointError("no"), servers)
 
 
 def test_an_answer_that_was_on_its_way_does_not_bring_a_failed_server_back(
