@@ -94,3 +94,34 @@ def test_impossible_comparisons_are_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
     assert words in run(["bench", *arguments.split()], code=1).err
+
+
+def test_bench_shows_what_a_head_would_bring(here: Path, run: Run) -> None:
+    """Timed with an untrained head, and predicted alone by the costs of another machine."""
+    options = ["--precision", "fp32", "--prompts", "four.jsonl", "--json", "found.json"]
+    shown = run(["bench", "./model", "--accept", "0.8,0.6", "--heads", "medusa", *options]).out
+    found = json.loads((here / "found.json").read_text())
+    assert (found["accept"], found["method"]) == ([0.8, 0.6], "medusa")
+    assert [row["numbers"]["num_nodes"] for row in found["rows"]] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert all(row["decode_speedup"] for row in found["rows"])
+    assert "fastest by prediction" in shown
+    costs = {"format_version": 12, "of_passes": [[1, 28.0], [64, 32.0]], "of_drafts": [[1, 1, 1.0]]}
+    (here / "costs.json").write_text(json.dumps(costs))
+    run(["bench", "./model", "--accept", "0.8,0.6", "--costs", "costs.json", "--json", "found.json"])
+    rows = json.loads((here / "found.json").read_text())["rows"]
+    assert rows[1]["numbers"]["predicted_speedup"] == pytest.approx(1.8 * 28 / (28 + 4 / 63 + 1))
+    assert rows[1]["decode_speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--accept", "0.8,1.2"], "accept is '0.8,1.2'; give shares between 0 and 1, such as 0.8,0.6,0.5"),
+        (["--accept", "often"], "accept is 'often'; give shares"),
+        (["--costs", "costs.json"], "costs is costs.json, and accept is missing: give --accept"),
+        (["--accept", "0.8", "--heads", "hydra", "eagle"], "accept is for one method (--heads), --prompts"),
+        (["--accept", "0.8", "--heads", "nothing"], "nothing"),
+    ],
+)
+def test_bench_refuses_impossible_acceptances(run: Run, options: list[str], message: str) -> None:
+    assert message in " ".join(run(["bench", "./model", *options], code=1).err.split())

@@ -154,6 +154,12 @@ class BenchOptions:
     """Use only questions of these categories."""
     limit: int | None = None
     """Use only the first LIMIT questions of each category. Default: 4 of our own."""
+    accept: str | None = None
+    """Show what a head would bring that nobody has trained. Such as 0.8,0.6,0.5: how often its best token is accepted
+    at each depth, where those above it were. Static trees of several sizes, predicted and timed; its drafting takes the
+    time of an untrained head of the method --heads METHOD (hydra)."""
+    costs: Path | None = None
+    """With --accept: predict alone, by the milliseconds in a file, as of another machine (examples/costs)."""
     quality: tuple[Literal["agreement", "perplexity"], ...] = ()
     """Measure quality. agreement with plain decoding, and perplexity under the model."""
     out: Path | None = None
@@ -167,6 +173,28 @@ class BenchOptions:
     fresh: bool = False
     """Ignore what an earlier comparison saved. Needed after a change of the code: saved trees and answers of a stopped
     comparison are found again by model, drafter, settings, machine and versions only."""
+
+    def __post_init__(self) -> None:
+        if self.accept is None and self.costs is not None:
+            raise InvalidSettings(f"costs is {self.costs}, and accept is missing: give --accept 0.8,0.6,0.5")
+        _ = self.rates  # raises what is impossible
+
+    @property
+    def rates(self) -> list[float]:
+        """``accept`` by depth; empty without it."""
+        if self.accept is None:
+            return []
+        try:
+            rates = [float(rate) for rate in self.accept.split(",")]
+        except ValueError:
+            rates = []
+        if not rates or not all(0.0 < rate < 1.0 for rate in rates):
+            raise InvalidSettings(f"accept is {self.accept!r}; give shares between 0 and 1, such as 0.8,0.6,0.5")
+        if len(self.heads) > 1 or self.out or self.transformers or self.quality or self.draft_model or self.corpus:
+            raise InvalidSettings(
+                "accept is for one method (--heads), --prompts, --limit, --precision and --json alone"
+            )
+        return rates
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.settings import MIN_PROMPTS, BenchOptions, BenchSettings, DemoOptions
 from draftheads.bench.table import ALL, Row, by_part, markdown, remarks, table_of, verdict
 from draftheads.bench.timing import over_plain
-from draftheads.bench.tree_sizes import fastest_tree, time_trees
+from draftheads.bench.tree_sizes import COLUMNS as SIZE_COLUMNS
+from draftheads.bench.tree_sizes import Synthetic, fastest_tree, forecast, synthetic_engine, time_trees
 from draftheads.checkpoints.registry import find_head
 from draftheads.cli.config import keep_config
 from draftheads.cli.show import (
@@ -28,11 +30,12 @@ from draftheads.cli.show import (
     write_page,
 )
 from draftheads.data.records import Record, own_prompts, prompts_in, read_suite, select
+from draftheads.decode.step_costs import read_costs
 from draftheads.errors import DataError
-from draftheads.search.replay import encoded
-from draftheads.search.settings import TuneOptions
+from draftheads.search.replay import encoded, own_answers
+from draftheads.search.settings import ReplaySettings, TuneOptions
 from draftheads.search.tune import RECORD, answers_folder, tune_head, tune_on_states
-from draftheads.speculation.acceptance_profile import PROFILE_FILE
+from draftheads.speculation.acceptance_profile import MAX_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
@@ -40,12 +43,16 @@ from draftheads.utils.provenance import machine_in_words
 
 _FEW = 4  # of our own questions of each category
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
+_LARGEST = 32  # nodes of trees of a head that nobody has trained; on a CPU larger ones are slower
 
 
 def run(options: BenchOptions, *, max_seconds: float = math.inf) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     check_json_path(options.json)
+    if options.accept is not None:
+        _run_synthetic(options, console)
+        return
     questions = questions_of(options)
     out = None if options.out is None else check_writable(options.out / "bench.json").parent
     with ProgressDisplay(console) as progress:
@@ -82,6 +89,34 @@ def run(options: BenchOptions, *, max_seconds: float = math.inf) -> None:
         write(console, out, replace(comparison, record=record))
         keep_config(options, out / "config.yaml")
     write_json(options.json, record)
+
+
+def _run_synthetic(options: BenchOptions, console: Console) -> None:
+    """What a head of given acceptance would bring."""
+    profile, method = (
+        AcceptanceProfile.of_rates(options.rates, _LARGEST if options.costs is None else MAX_NODES),
+        (*options.heads, "hydra")[0],
+    )
+    if options.costs is not None:
+        rows, problems = forecast(profile, read_costs(options.costs)), list[dict[str, Any]]()
+    else:
+        with ProgressDisplay(console) as progress, tempfile.TemporaryDirectory() as folder:
+            progress.stage(f"timing steps with an untrained {method} head")
+            engine = synthetic_engine(options.model, method, profile, Path(folder), options.precision)
+            settings = ReplaySettings(max_new_tokens=BenchSettings.max_new_tokens)
+            asked = encoded(engine.model, [record.prompt for record in questions_of(options)], settings)
+            answers = own_answers(engine.model, asked, settings, folder=Path(folder), progress=progress)
+            drafter = Synthetic(engine.drafter, options.rates, answers)
+            found, problems = time_trees(engine, [1], asked, folder=Path(folder), progress=progress, drafter=drafter)
+            rows = found[1]
+    shown = [column for column in SIZE_COLUMNS if options.costs is None or "measured" not in column.heading]
+    print_table(console, [column.heading for column in shown], [[each.cell(row) for each in shown] for row in rows])
+    nodes, best = fastest_tree(rows, "predicted_tokens_per_second")
+    gain = best.numbers["predicted_speedup"]
+    console.print(f"fastest by prediction: {counted(nodes, 'node')}, {gain:.2f} × plain decoding")
+    for problem in problems:
+        console.print(in_words(problem), markup=False, style="yellow")
+    write_json(options.json, {"accept": options.rates, "method": method, "rows": [asdict(row) for row in rows]})
 
 
 def demo(options: DemoOptions) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.optimise import kernels_of
-from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
+from draftheads.errors import CacheWarning, CheckpointCorrupt, CheckpointError, InvalidSettings, StorageError
 from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
@@ -239,6 +240,23 @@ def measure_costs(
     return StepCosts(tuple(of_passes), tuple(of_drafts))
 
 
+def read_costs(path: Path) -> StepCosts:
+    """The costs in a file of the cache, or of another machine, which may say in ``about`` what was measured where.
+
+    Raises:
+        CheckpointCorrupt: not such costs.
+        CheckpointMismatch: written by a newer version.
+        ModelNotFound: there is no such file.
+    """
+    fields = {"format_version": int, "of_passes": list, "of_drafts": list}
+    raw = read_object(path, newest=_VERSION)
+    raw = checked(raw, fields | ({"about": str} if "about" in raw else {}), path)
+    try:
+        return StepCosts(tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])))
+    except (ValueError, TypeError) as error:
+        raise CheckpointCorrupt(f"{path}: {error}") from None
+
+
 # --- the cache ---
 
 
@@ -279,9 +297,7 @@ def costs_of(target: TargetModel, drafter: DraftHead, *, keep: bool = True) -> S
     try:
         path = cache_folder() / "costs" / f"{_key(target, drafter)}.json"
         if path.exists():
-            fields = {"format_version": int, "of_passes": list, "of_drafts": list}
-            raw = checked(read_object(path, newest=_VERSION), fields, path)
-            stored = StepCosts(tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])))
+            stored = read_costs(path)
             if _still_right(stored, target, drafter):
                 return stored
     except (CheckpointError, ValueError, OSError) as error:

@@ -4,6 +4,7 @@ Knows trees and numbers; knows nothing of models or machines. What a step costs 
 (:mod:`draftheads.decode.step_costs`). The keys of the file are public names.
 """
 
+import heapq
 import json
 import math
 from collections.abc import Sequence
@@ -115,6 +116,37 @@ class AcceptanceProfile:
             temperatures=[1.0] * num_heads,
             paths=[[0] * depth for depth in range(1, num_heads + 1)],
             static_tokens=[sum(_ASSUMED**d for d in range(depth + 1)) for depth in range(num_heads + 1)],
+            dynamic_tokens=[],
+            top_k=1,
+            beam=1,
+        )
+
+    @classmethod
+    def of_rates(cls, rates: Sequence[float], num_nodes: int = MAX_NODES) -> Self:
+        """For a head whose best token is accepted so often at each depth, where the tokens above it were.
+
+        Its next best one is accepted as often where the best one is not, and so on: that of rank r at depth d in
+        a_d (1 - a_d)^r of all cases. Trees have up to so many nodes.
+
+        >>> AcceptanceProfile.of_rates([0.8, 0.5]).static_tokens[:4]
+        [1.0, 1.8, 2.2, 2.4000000000000004]
+        """
+        found: list[tuple[float, list[int]]] = []
+        waiting = [(-rates[0], [0])]  # the most frequent path comes first
+        while len(found) < num_nodes - 1:
+            share, path = heapq.heappop(waiting)
+            found.append((-share, path))
+            last = rates[len(path) - 1]
+            heapq.heappush(waiting, (share * (1.0 - last), [*path[:-1], path[-1] + 1]))
+            if len(path) < len(rates):
+                heapq.heappush(waiting, (share * rates[len(path)], [*path, 0]))
+        return cls(
+            temperature=0.0,
+            num_texts=0,
+            num_tokens=0,
+            temperatures=[1.0] * len(rates),
+            paths=[path for _, path in found],
+            static_tokens=list(accumulate((share for share, _ in found), initial=1.0)),
             dynamic_tokens=[],
             top_k=1,
             beam=1,

@@ -149,6 +149,14 @@ def new_head(
     return head
 
 
+def unfitted_head(options: TrainOptions, target: TargetModel) -> DraftHead:
+    """A head that has seen no text, as fast as a trained one; its draft vocabulary are the first tokens."""
+    vocab = torch.arange(options.draft_vocab_size) if 0 < options.draft_vocab_size < target.vocab_size else None
+    head = head_classes(options.method)[1](head_config(options, _sizes(target, vocab=vocab)))
+    head.initialise(in_float32(target.weights), vocab)
+    return head
+
+
 def _sizes(target: TargetModel, start: Start | None = None, vocab: Tensor | None = None) -> dict[str, Any]:
     """What the configuration of a new head takes from its model, from the head to start from and from its tokens."""
     mask = getattr(start and start.saved.config, "mask_token_id", target.mask_token_id)  # a head goes on with its own
