@@ -139,7 +139,7 @@ def write_world(folder: Path) -> Path:
     for name in ("support", "sql"):
         saved_adapter(target, reader / "adapters" / name)
 
-    shutil.copytree(Path(__file__).parents[1] / "examples" / "costs", reader / "examples" / "costs")
+    shutil.copytree(ROOT / "examples" / "costs", reader / "examples" / "costs")
     questions = [f"What is {number} + {number}?" for number in range(24)]
     (reader / "questions.txt").write_text("\n".join(questions[:4]))
     for name in ("questions.jsonl", "my-questions.jsonl"):
