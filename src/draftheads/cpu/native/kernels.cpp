@@ -37,16 +37,44 @@ typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
 constexpr int kHeader = 64;  // bytes before a row of int8: its scale
 constexpr int kRowInputs = 8 + kInputs;  // bytes of kInputs of a row for int4: their scale, their sum, they
-// What a tile fetches before it is needed: of its own block, where it is not in the cache yet, and with narrow vectors,
-// whose tiles are many, a share of the next block. So memory is read at all times.
+// What a tile fetches before it is needed, so that memory is read at all times: of its own block, or from elsewhere into the
+// second-level cache. Narrow vectors fetch a share of the next block in any case: their tiles are many.
 struct Ahead {
-    bool is_cold;      // whether the block is not in the cache yet
-    const char *next;  // of the next block
+    bool is_near;      // whether its own block is fetched from a short distance, which is not in the cache yet
+    const char *next;  // what else is fetched
     bool are_few;      // whether there are one or two rows: their tiles are few, and read memory in order
-    int step;          // bytes of it for each line that the tile reads
+    int step;          // bytes of `next` for each line that the tile reads
 };
 constexpr int kNear = 2048;  // bytes
-constexpr bool kFetchesNext = kLanes < 16;  // measured: wider ones lose by it
+constexpr bool kHasTrials = kLanes == 16;  // wide vectors try whether to fetch from near or from afar
+
+// A trial of both ways in a thread, in short runs that take turns, and which of them won. After many blocks there is another
+// one, as weights may have moved between caches and memory.
+struct Trial {
+    static constexpr uint32_t kRun = 16, kRuns = 82, kBlocks = kRun * kRuns, kEvery = 1 << 16;
+    uint32_t blocks, won;
+    bool is_far;
+    double ticks[2], bytes[2];  // of the last run from near, and from afar
+
+    void add(uint32_t at, bool far, uint64_t took, int64_t size) {
+        if (at % kRun == 0) ticks[far] = bytes[far] = 0.0;
+        ticks[far] += double(took);
+        bytes[far] += double(size);
+        if (at % (2 * kRun) == 2 * kRun - 1) won += ticks[1] * bytes[0] < ticks[0] * bytes[1];
+        if (at + 1 < kBlocks) return;
+        is_far = won > kRuns / 4;
+        won = 0;
+    }
+};
+
+inline uint64_t ticks_now() {
+#if defined(__x86_64__)
+    return __rdtsc();
+#else
+    return 0;
+#endif
+}
+
 #if defined(__AVX512VNNI__)
 constexpr bool kTakesUnsigned = true;  // rows of int8, whose numbers are then 1 to 255
 #else
@@ -372,14 +400,14 @@ void prepare(const Weight &weight, const float *row, void *prepared) {
 
 constexpr int kPairs = kKinds;  // bf16 weights with bf16 inputs, two products in an instruction
 
-// Where memory takes longer than the products of some rows, wide vectors fetch from farther, into the second-level cache: more
-// such requests are under way at a time.
-template <int bytes, bool is_light = false>
+template <int bytes, int rows, bool is_light = false>
 inline void fetch(const char *weight, Ahead &ahead) {
+    constexpr bool is_tried = kHasTrials && rows > 2, is_fixed = kHasTrials && !is_tried;
     for (int at = 0; at < bytes; at += 64) {
-        if (!kFetchesNext && is_light) __builtin_prefetch(weight + 2 * kNear + at, 0, 2);
-        else if (!kFetchesNext || ahead.is_cold) __builtin_prefetch(weight + (kFetchesNext && ahead.are_few ? kNear / 2 : kNear) + at);
-        if (kFetchesNext && !ahead.are_few) __builtin_prefetch(ahead.next, 0, 2);
+        const bool is_near = !(kHasTrials && is_light) && ahead.is_near;
+        if (is_fixed && is_light) __builtin_prefetch(weight + 2 * kNear + at, 0, 2);
+        if (is_near) __builtin_prefetch(weight + (!kHasTrials && ahead.are_few ? kNear / 2 : kNear) + at);
+        if (is_tried ? !is_near : !kHasTrials && !ahead.are_few) __builtin_prefetch(ahead.next, 0, 2);
         ahead.next += ahead.step;
     }
 }
@@ -427,7 +455,7 @@ inline void tile_of_int8(const char *weight, const char *const *x, int in, const
     const int groups = (in + 3) / 4;
     for (int group = 0; group < groups; group++, weight += 4 * kBlock) {
         IntVec w[vecs];
-        fetch<4 * kLanes * vecs, rows <= 8>(weight, ahead);
+        fetch<4 * kLanes * vecs, rows, rows <= 8>(weight, ahead);
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 4 * kLanes * v, 4 * kLanes);
         for (int r = 0; r < rows; r++)
@@ -503,7 +531,7 @@ inline void tile_of_int4(const char *weight, const char *const *x, int in, int f
         IntVec of_group[rows][vecs] = {};
         for (int k = 0; k < kInputs; k += 8) {
             const char *eight = weight + k / 2 * kBlock + 4 * first;
-            fetch<4 * kLanes * vecs>(eight, ahead);
+            fetch<4 * kLanes * vecs, rows>(eight, ahead);
             IntVec low[vecs], high[vecs];
             for (int v = 0; v < vecs; v++) {
                 UIntVec both;
@@ -514,7 +542,7 @@ inline void tile_of_int4(const char *weight, const char *const *x, int in, int f
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < vecs; v++) add_eight(of_group[r][v], x[r] + at + 8 + k, low[v], high[v]);
         }
-        fetch<4 * kLanes * vecs>(weight + scale_at(first), ahead);
+        fetch<4 * kLanes * vecs, rows>(weight + scale_at(first), ahead);
         for (int v = 0; v < vecs; v++) {
             const char *scales = weight + scale_at(first + kLanes * v);
             const Vec of_weight = load_as(kBFloat16, scales), least = load_as(kBFloat16, scales + 32);
@@ -536,7 +564,7 @@ inline void tile(const char *weight, const char *const *x, int in, Ahead ahead, 
 #if defined(__AVX512BF16__)
     if constexpr (kind == kPairs) {
         for (int pair = 0; pair < (in + 1) / 2; pair++, weight += 4 * kBlock) {
-            fetch<64 * vecs>(weight, ahead);
+            fetch<64 * vecs, rows>(weight, ahead);
             __m512bh w[vecs];
             for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 64 * v, 64);
             for (int r = 0; r < rows; r++) {
@@ -554,7 +582,7 @@ inline void tile(const char *weight, const char *const *x, int in, Ahead ahead, 
 #endif
     if constexpr (kind == kBFloat16) {
         for (int pair = 0; pair < (in + 1) / 2; pair++, weight += 4 * kBlock) {
-            fetch<4 * kLanes * vecs>(weight, ahead);
+            fetch<4 * kLanes * vecs, rows>(weight, ahead);
             Vec low[vecs], high[vecs];
             for (int v = 0; v < vecs; v++) {
                 UIntVec both;
@@ -573,7 +601,7 @@ inline void tile(const char *weight, const char *const *x, int in, Ahead ahead, 
     } else {
         constexpr int bytes = kind == kFloat32 ? 4 : 2;
         for (int k = 0; k < in; k++, weight += bytes * kBlock) {
-            fetch<bytes * kLanes * vecs>(weight, ahead);
+            fetch<bytes * kLanes * vecs, rows>(weight, ahead);
             Vec w[vecs];
             for (int v = 0; v < vecs; v++) w[v] = load_as(kind, weight + bytes * kLanes * v);
             for (int r = 0; r < rows; r++) {
@@ -617,14 +645,22 @@ void rows_of(const char *packed, int64_t bytes, int in, const char *x, int64_t s
     constexpr int most = kTileRows<kind>;
     constexpr auto of_rows = tiles_of<kind>(std::make_integer_sequence<int, most>());
     const int pieces = (rows + most - 1) / most;
+    static thread_local Trial trials[2];  // of one piece, and of several
+    Trial &trial = trials[pieces > 1];
+    const uint32_t at = kHasTrials && rows > 2 ? trial.blocks++ % Trial::kEvery : Trial::kBlocks;
+    const bool is_trial = at < Trial::kBlocks, is_far = is_trial ? at / Trial::kRun % 2 : trial.is_far;
+    const uint64_t start = is_trial ? ticks_now() : 0;
     for (int piece = 0, first = 0; piece < pieces; piece++) {
         const int end = int(int64_t(rows) * (piece + 1) / pieces), count = end - first;
         const char *of[most];
         for (int r = 0; r < count; r++) of[r] = x + (first + r) * stride;
-        const Ahead ahead{!piece, packed + bytes + bytes * piece / pieces, rows <= 2, 64 / pieces};
+        Ahead ahead{!piece, packed + bytes + bytes * piece / pieces, rows <= 2, 64 / pieces};
+        if (kHasTrials && is_far) ahead.is_near = false;
+        if (kHasTrials && (pieces == 1 || !is_far)) ahead.next = packed + (is_far ? 4 : 2) * kNear, ahead.step = 64;
         of_rows[count - 1](packed, of, in, ahead, y + first * kBlock);
         first = end;
     }
+    if (is_trial) trial.add(at, is_far, ticks_now() - start, bytes);
 }
 
 #if defined(__AMX_TILE__)
