@@ -57,9 +57,9 @@ struct Trial {
     double ticks[2], bytes[2];  // of the last run from near, and from afar
 
     void add(uint32_t at, bool far, uint64_t took, int64_t size) {
-        if (at % kRun == 0) ticks[far] = bytes[far] = 0.0;
-        ticks[far] += double(took);
-        bytes[far] += double(size);
+        const bool is_first = at % kRun == 0;  // which the run before has fetched, or has not
+        ticks[far] = is_first ? 0.0 : ticks[far] + double(took);
+        bytes[far] = is_first ? 0.0 : bytes[far] + double(size);
         if (at % (2 * kRun) == 2 * kRun - 1) won += ticks[1] * bytes[0] < ticks[0] * bytes[1];
         if (at + 1 < kBlocks) return;
         is_far = won > kRuns / 4;
@@ -647,8 +647,10 @@ void rows_of(const char *packed, int64_t bytes, int in, const char *x, int64_t s
     const int pieces = (rows + most - 1) / most;
     static thread_local Trial trials[2];  // of one piece, and of several
     Trial &trial = trials[pieces > 1];
-    const uint32_t at = kHasTrials && rows > 2 ? trial.blocks++ % Trial::kEvery : Trial::kBlocks;
-    const bool is_trial = at < Trial::kBlocks, is_far = is_trial ? at / Trial::kRun % 2 : trial.is_far;
+    // with more pieces, products take longer than memory in any case
+    const bool has_trials = kHasTrials && rows > 2 && pieces <= 4;
+    const uint32_t at = has_trials ? trial.blocks++ % Trial::kEvery : Trial::kBlocks;
+    const bool is_trial = at < Trial::kBlocks, is_far = is_trial ? at / Trial::kRun % 2 : has_trials && trial.is_far;
     const uint64_t start = is_trial ? ticks_now() : 0;
     for (int piece = 0, first = 0; piece < pieces; piece++) {
         const int end = int(int64_t(rows) * (piece + 1) / pieces), count = end - first;
