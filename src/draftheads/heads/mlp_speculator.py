@@ -1,4 +1,4 @@
-"""IBM's MLP Speculator: stages that each read a state and a draft token (Wertheimer et al. 2024, section 3).
+"""IBM's MLP Speculator: stages that each read a state and a draft token (Wertheimer et al. 2024, section 3.1).
 
 Its own way of drafting, the top k of each stage expanded and the likeliest whole candidates kept, is not here: static
 trees of as many nodes make 6 to 8 % more tokens per step.
@@ -77,10 +77,10 @@ class MlpSpeculatorHead(DraftHead):
 
     State and embedding are weighted such that after n stages of equal variance half of the state's stems from h_t:
     w_s = 2^(-1/(2n)), w_e = √((1 - w_s²) M / 2), M the size of a state; as a norm follows, only w_e / w_s matters.
-    All weights start with a standard deviation of M^-1/2, as the paper has it (4096^-1/2 at its size).
+    All weights start with a standard deviation of M^-1/2 (section 4: both; 4096^-1/2 at the paper's size).
     Scaled embeddings of the target are as large as its hidden states, in general not as large as states behind GELU. So
     with them, layers that read either start such that their outputs are as large as states; then w_e = √(1 - w_s²).
-    The papers' lm_heads are each stage's own. Reading them through the target's, a linear layer brings states, which
+    The paper's lm_heads are each stage's own. Reading them through the target's, a linear layer brings states, which
     GELU leaves hardly any negative numbers, to where hidden states are: ours, which starts as any linear
     layer does.
     """

@@ -52,7 +52,7 @@ def text_loss(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 
 
 def teacher_loss(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """-Σ_v q_v log p_v, and its gradient p - q (Hydra, appendix A)."""
+    """-Σ_v q_v log p_v, and its gradient p - q (Hydra, appendix A.1)."""
     probs = _given(labels.probs)
     log_probs = logits.log_softmax(-1)
     losses = -_row_dot(probs, log_probs)
