@@ -12,6 +12,7 @@ from audit_world import NEW_TOKENS, PLAIN, Audit, World, of_model
 from cli_world import PROMPTS
 from draftheads.decode import batch
 from draftheads.decode.engine import Engine
+from draftheads.serve.guard import HttpLimits
 from draftheads_audit import command
 from draftheads_audit.model import ModelReference
 from draftheads_audit.report import Pass, SampledSide, SeededRow
@@ -372,3 +373,17 @@ def test_the_surprise_of_an_answer_by_hand(world: World):
     assert cut is not None
     assert cut.num_tokens == 5
     assert model.surprise(1, Answer("", is_cut=True)) is None
+
+
+def test_typical_acceptance_has_another_distribution_than_the_baseline(world: World, audit: Audit, tmp_path: Path):
+    """The command of docs/audit.md, with a model that counts; greedy answers are those of plain decoding."""
+    prompts = tmp_path / "more.txt"
+    prompts.write_text("\n".join(f"{prompt} {letter}" for prompt in PROMPTS for letter in "ab"), encoding="utf-8")
+    drafting = draftheads.load(world.model, world.folder / "hydra", precision="fp32")
+    with running({"tiny": drafting}, HttpLimits(allow_typical=True)) as one:
+        fields = ["--fields", '{"acceptance": "typical"}', "--baseline-fields", '{"draft_nodes": 0}']
+        given = [*of_model(world, "greedy", "seeded"), "--baseline", one.url, *fields]
+        record = audit(one.url, *given, code=1, prompts=prompts)
+    assert record["checks"][0]["counts"]["equal"] == 2 * len(PROMPTS)
+    assert record["sampled"][0]["is_off"]
+    assert "sampled tokens have another distribution than the baseline's" in record["shown"]

@@ -143,6 +143,45 @@ def test_tables_of_the_papers_heads_share_them(tmp_path: Path):
     assert len({options.out for plan in plans for options in plan.values()}) == len(SIZES) + 2, "and 5 and 7 stages"
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("medusa-figure-6", {"trees": ("static", "dense"), "num_nodes": (16, 32, 64, 128, 256)}),
+        ("medusa-figure-7", {"temperatures": (0.0, 0.7), "acceptance": ("exact", "typical")}),
+        ("hydra-table-1", {"num_nodes": (64,)}),
+        ("hydra-figure-3", {"batch_sizes": (1, 2, 4, 8)}),
+        *((f"hydra-figure-{n}", {"batch_sizes": (1, 2, 4, 8)}) for n in (7, 8, 9)),
+        ("hydra-section-6-3", {"temperatures": (0.7,), "epsilons": (0.15,)}),
+        ("amphista-figure-3", {"temperatures": (0.0, 0.7)}),
+        ("amphista-table-2", {"temperatures": (0.7,), "acceptance": ("exact", "typical")}),
+        ("amphista-table-6", {"batch_sizes": (1, 2, 4, 6, 8)}),
+        ("ibm-table-1", {"num_nodes": (1, 2, 4, 8, 16, 32), "batch_sizes": (1, 2, 4), "prompt_tokens": (64, 2048)}),
+        ("ibm-figure-3", {"num_nodes": (1, 5), "prompt_tokens": (49,), "max_new_tokens": 100}),
+        ("ibm-figure-4", {"num_nodes": (1, 5), "prompt_tokens": (50,), "max_new_tokens": 100}),
+        *((f"ibm-{part}", {"trees": ("paths",), "num_nodes": (10,)}) for part in ("section-3-1", "two-stages")),
+    ],
+)
+def test_tables_measure_what_their_papers_did(name: str, settings: dict[str, Any]):
+    table = read_table(name)
+    assert settings.items() <= vars(table.settings(next(iter(table.runs)))).items()
+
+
+@pytest.mark.parametrize(("number", "head"), [(7, "medusa"), (8, "hydra"), (9, "hydra++")])
+def test_hydra_s_figures_of_sizes_have_a_head_each(number: int, head: str):
+    assert list(read_table(f"hydra-figure-{number}").variants) == [head]
+
+
+def test_hydra_plus_plus_is_built_step_by_step_up_to_five_layers():
+    variants = read_table("hydra-section-3-1").variants
+    assert [changes.get("num_layers", 1) for changes in variants.values()] == [1, 1, 4, 1, 4, 5]
+    assert [changes.get("method", "hydra") for changes in variants.values()] == ["hydra"] * 3 + ["hydra++"] * 3
+
+
+def test_one_of_ibm_s_heads_reads_no_tokens():
+    variants = read_table("ibm-section-3-1").variants
+    assert variants == {"without tokens": {"method": "medusa"}, "with tokens": {"method": "mlp-speculator"}}
+
+
 def test_medusa_s_self_distillation_has_one_stage():
     """Section 4.2: a sine schedule instead of two stages."""
     variants = read_table("medusa-table-1").variants
@@ -237,6 +276,8 @@ SPEC_BENCH = (*TASKS, "all but chat")  # MT-Bench, five tasks, and their average
         ("hydra-table-2", "8B", "medusa", (*TASKS, "all"), (2.00, 1.68, 1.59, 1.67, 1.98, 1.54, 1.75)),
         ("hydra-table-2", "8B", "hydra++", (*TASKS, "all"), (2.52, 2.02, 1.89, 2.08, 2.59, 1.87, 2.17)),
         ("hydra-appendix-d", "8B", "plain", ("step ms",), (28,)),
+        ("amphista-figure-3", "Vicuna 7B", "amphista, T 0", ("tokens/s",), ("about 120",)),
+        ("amphista-figure-3", "Vicuna 13B", "amphista, T 0.7", ("tokens/s",), ("about 80",)),
         ("amphista-table-1", "Vicuna 7B", "lookahead", SPEC_BENCH, (1.44, 1.15, 1.26, 1.25, 1.56, 1.13, 1.27)),
         ("amphista-table-1", "Vicuna 33B", "amphista", SPEC_BENCH, (2.75, 2.11, 2.49, 2.12, 2.83, 2.44, 2.40)),
         (
