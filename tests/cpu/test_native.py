@@ -544,6 +544,30 @@ def test_outputs_of_a_recurrence_may_be_normed_in_groups_before_their_gates(gate
 
 
 @pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_biases_norms_and_decays_of_recurrent_models_count(family: str) -> None:
+    """In a new model they are zeros or ones, or equal in all layers. Logits may differ as much as at loading."""
+    model = tiny_model(family, **HYBRIDS[family])
+    for place, weight in enumerate(model.model.parameters()):
+        if weight.dim() == 1:
+            weight.add_(0.3 * numbers(len(weight), seed=place))
+    native, stock = sped_up(family, "fp32", model)
+    assert (check_trees(native, stock=stock) - stock).abs().max() / stock.abs().max() < 1e-4
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
+@pytest.mark.parametrize("limits", [(0.9, 100.0), (0.0, 0.3)])
+def test_steps_of_a_recurrence_have_limits(limits: tuple[float, float]) -> None:
+    texts = [
+        sped_up("mamba2", "fp32", tiny_model("mamba2", **HYBRIDS["mamba2"], time_step_limit=some))
+        for some in (limits, (0.0, float("inf")))
+    ]
+    [limited, stock], [_, free] = texts
+    assert (check_trees(limited, stock=stock) - stock).abs().max() / stock.abs().max() < 1e-5
+    assert (free - stock).abs().max() / stock.abs().max() > 1e-2, "the limits change something"
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers is too old")
 def test_experts_that_are_chosen_among_those_of_some_groups_are_not_native() -> None:
     options = {**HYBRIDS["nemotron_h"], "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
     assert tiny_model("nemotron_h", **options).sped_up().native is None
