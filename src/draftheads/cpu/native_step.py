@@ -380,11 +380,8 @@ class NativeStep:
             product = product.part(part.first, part.count)
             low_rank = low_rank and (low_rank[0], low_rank[1][part.first : part.first + part.count])
         self._products.append(product)
-        is_scaled = not isinstance(part.factor, float) or part.factor * part.input_factor != 1.0
-        if low_rank is None and not is_scaled:
-            return product.given
         given = Weight.from_buffer_copy(product.given)
-        if is_scaled:
+        if not isinstance(part.factor, float) or part.factor * part.input_factor != 1.0:
             factors = torch.as_tensor(part.factor).flatten().expand(given.out)
             given.scales = self._numbers(factors * part.input_factor)
             given.bias = None if product.bias is None else self._numbers(product.bias * factors)
