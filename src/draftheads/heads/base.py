@@ -84,7 +84,8 @@ class HeadConfig:
     @classmethod
     def optional_defaults(cls) -> dict[str, Any]:
         """Values of the options that a saved head may not have."""
-        return {field.name: field.default for field in fields(cls) if field.name in cls.optional}
+        given = ((option.name, option.default, option.default_factory) for option in fields(cls))
+        return {name: made() if callable(made) else value for name, value, made in given if name in cls.optional}
 
     @property
     def num_lm_heads(self) -> int:
