@@ -327,7 +327,7 @@ def test_arguments_are_checked_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(loading, "_find_drafts", lambda *_: (None, None))
+    monkeypatch.setattr(loading, "find_drafts", lambda *_: None)
     with pytest.raises((InvalidSettings, InvalidTree), match=message):
         draftheads.load(world / "model", **options)
 

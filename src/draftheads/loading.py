@@ -1,8 +1,10 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
 import json
+import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from inspect import signature
 from os import PathLike, fspath
 from os.path import isfile
@@ -12,7 +14,16 @@ from typing import Any, Never, Unpack
 import torch
 
 from draftheads.checkpoints.checkpoint import ResolvedHead, bound_head, resolve_head
-from draftheads.checkpoints.registry import find_head, find_profile, find_published
+from draftheads.checkpoints.registry import (
+    FoundHead,
+    find_head,
+    find_profile,
+    find_published,
+    heads_here,
+    heads_on_hub,
+    is_hub_model,
+    shapes_of,
+)
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import AcceptanceCheck
@@ -24,28 +35,32 @@ from draftheads.drafters.sources import Corpus, Source, TextSoFar
 from draftheads.errors import (
     BaseModelWarning,
     ChatTemplateWarning,
+    CheckpointError,
+    DraftHeadsError,
     InvalidSettings,
+    UnsupportedModel,
     no_such,
     require_at_least,
     require_bool,
 )
-from draftheads.formats.reading import imported_once, is_published
+from draftheads.formats.reading import TAGS, format_of, imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template, unread_variables
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import DTYPES, device_named
-from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
+from draftheads.models.model_names import base_of, kind_of_folder, model_name, name_of_loaded, tuned_from
 from draftheads.models.packed_weights import PackedWeights
 from draftheads.models.pretrained import LoadOptions, tokenizer_of
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
-from draftheads.speculation.shapes import UNTRAINED_HEADS, ByProfile, Drafting, TreeChoice, calibrated
+from draftheads.speculation.shapes import AUTO_HEAD, UNTRAINED_HEADS, ByProfile, Drafting, TreeChoice, calibrated
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short, split_variables, with_variables
 
 # what the model computes in; int8 and int4 multiply integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, **dict.fromkeys(ROUNDED_BITS, torch.float32)}
 
+logger = logging.getLogger("draftheads")
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
 
@@ -80,7 +95,8 @@ def load(
             merged into its base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights
             with the engine and does not change. On a CPU, ``fast`` then holds packed weights besides them.
         head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; also of a head that Medusa,
-            Hydra, IBM, EAGLE or speculators have saved, which is then kept in the cache. Without training:
+            Hydra, IBM, EAGLE or speculators have saved, which is then kept in the cache. ``auto`` takes one that is
+            made for the model (:func:`search_heads`), else ``prompt-lookup``, and logs which. Without training:
             ``prompt-lookup`` copies from the text so far, ``lookahead`` predicts n-grams with the model itself.
         tokenizer: of a loaded model, or used in place of the model's own; a tokenizer, or the name of its model.
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
@@ -128,7 +144,8 @@ def load(
         GenerationWarning: a part of the model's generation configuration changes texts and is not applied.
         ChatTemplateWarning: the head was trained with other variables of the template, or it does not read one.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
-            after an answer, far fewer draft tokens were accepted than the profile expects.
+            after an answer, far fewer draft tokens were accepted than the profile expects; or the head that ``auto``
+            has found does not fit.
     """
     for argument in unknown:
         raise no_such("argument", argument, list(signature(load).parameters)[:-1])
@@ -141,7 +158,7 @@ def load(
     if draft_model is not None:
         name_of(draft_model, "draft_model")
     drafting = Drafting(head, draft_model, tree, copy, None if corpus is None else fspath(corpus))  # type: ignore[arg-type]
-    drafts, published = _find_drafts(None if drafting.is_plain else head, name)
+    drafts = find_drafts(drafting, name)
     how: dict[str, Any] = {"fast": fast, "cuda_graphs": cuda_graphs}
     of_names: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code}
     target = load_target(
@@ -157,8 +174,6 @@ def load(
         **how,
         **of_names,
     )
-    if published is not None:
-        drafts = resolve_head(imported_once(published, target), name)
     if draft_model is not None and not drafting.is_plain:
         is_named = isinstance(draft_model, str | PathLike)
         more = {"device": target.device, **of_names} if is_named else {"tokenizer": target.tokenizer}
@@ -178,7 +193,7 @@ def resolve(
 
 def engine_on(
     target: TargetModel,
-    drafts: ResolvedHead | str | None,
+    drafts: ResolvedHead | str | Path | None,
     drafting: Drafting,
     *,
     drafter: DraftHead | None = None,
@@ -192,7 +207,7 @@ def engine_on(
 
     Args:
         target: the model.
-        drafts: what :func:`resolve` found for ``drafting.head``; None decodes plainly.
+        drafts: what :func:`resolve` or :func:`find_drafts` found for ``drafting.head``; None decodes plainly.
         drafting: how it drafts.
         drafter: the head that was loaded of ``drafts``, if there is one already.
         max_batch_size: as for :func:`load`.
@@ -200,6 +215,17 @@ def engine_on(
         keep_cost: off: costs that have to be measured now are not cached, as other work may slow them down.
     """
     shape = drafting.shape
+    if drafting.head == AUTO_HEAD and isinstance(drafts, ResolvedHead | Path):
+        name = str(drafts) if isinstance(drafts, Path) else drafts.name
+        options: dict[str, Any] = {"drafter": drafter, "max_batch_size": max_batch_size}
+        options |= {"fast": fast, "keep_cost": keep_cost}
+        try:
+            return engine_on(target, drafts, replace(drafting, head=name, tree=shape), **options)  # type: ignore[arg-type]
+        except (CheckpointError, UnsupportedModel) as error:
+            drafts, words = _untrained(drafting)
+            warnings.warn(f"head auto: {name} does not fit, so {words} ({error})", BaseModelWarning, stacklevel=2)
+    if isinstance(drafts, Path):
+        drafts = resolve_head(imported_once(drafts, target), target.model_id)
     if drafting.is_plain or (drafts is None and drafting.corpus is None):
         return Engine(target, max_batch_size=max_batch_size)
     sources = sources_of(target, drafting)
@@ -215,7 +241,7 @@ def engine_on(
     if isinstance(shape, ByProfile) and shape.static_nodes:
         shape = acceptance.tree(shape.static_nodes)
     check = AcceptanceCheck(drafts.method, drafts.name, drafts.model, is_assumed=not acceptance.num_tokens)
-    options: dict[str, Any] = {"max_batch_size": max_batch_size, "check": check}
+    options = {"max_batch_size": max_batch_size, "check": check}
     if not isinstance(shape, ByProfile):
         return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), **options)
     costs = costs_of(target, drafter, keep=keep_cost)
@@ -235,7 +261,7 @@ def sources_of(target: TargetModel, drafting: Drafting) -> list[Source]:
     return [*copies, Corpus.read(drafting.corpus, target.tokenizer, target.vocab_size)]
 
 
-def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | None) -> str | None:
+def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | Path | None) -> str | None:
     """Text of the chat template for a model and its heads: the given one, else the one of the heads' training.
 
     Raises:
@@ -266,19 +292,76 @@ def _shown(variables: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={json.dumps(value)}" for name, value in variables.items()) or "no template variables"
 
 
-def _find_drafts(head: str | PathLike[str] | None, model: str) -> tuple[ResolvedHead | str | None, Path | None]:
-    """What drafts; or else the file or folder of a head of another project, to be converted for the loaded model."""
-    if head is None or head in UNTRAINED_HEADS:
-        return None if head is None else str(head), None
+def find_drafts(drafting: Drafting, model: str) -> ResolvedHead | str | Path | None:
+    """What drafts, for :func:`engine_on`, which converts the file or folder of a head of another project."""
+    if drafting.is_plain or drafting.head is None:
+        return None
+    if drafting.head != AUTO_HEAD:
+        return _drafts_named(drafting.head, model)
+    found, notes = search_heads(model)
+    for place, head in enumerate(found):
+        try:
+            drafts = _drafts_named(head.name, model)
+        except DraftHeadsError as error:
+            notes.append(f"{head.name} cannot be used: {error}")
+            continue
+        others = ", ".join(map(str, found[place + 1 :]))
+        also = f"also found: {others}" if others else "nothing else was found"
+        logger.info("head auto takes %s", "; ".join([str(head), also, *notes]))
+        return drafts
+    untrained, words = _untrained(drafting)
+    logger.info("head auto: %s", "; ".join([f"no head for {model} was found, so {words}", *notes]))
+    return untrained
+
+
+def _untrained(drafting: Drafting) -> tuple[str | None, str]:
+    """What drafts where no head is found, and in words. InvalidSettings: the given tree needs a head."""
+    head = "prompt-lookup" if drafting.copy else None
+    replace(drafting, head=head)
+    return head, "copies from the text are drafted" if drafting.copy else "nothing is drafted"
+
+
+def search_heads(model: str, *, asks_hub: bool = False) -> tuple[list[FoundHead], list[str]]:
+    """Heads that are made for a model, in the order in which ``auto`` tries them, without loading the model.
+
+    They are in its own files or folder, installed, in the caches, or on the Hub, by the cards of models there.
+
+    Args:
+        model: its name.
+        asks_hub: also if a head was found here.
+
+    Returns:
+        The heads, and sentences: why the Hub was not asked, and which model this one was tuned from.
+    """
+    base, folder, notes = base_of(model), user_path(model), []
+    inner = [path for path in sorted(folder.iterdir()) if path.is_dir()] if folder.is_dir() else []
+    found = []
+    for place in (model, *map(str, inner)):
+        is_other = kind_of_folder(user_path(place)) != "draft head"
+        if is_other and (form := format_of(shapes_of(place))) is not None and form.read is not None:
+            found.append(FoundHead(place, form.name, "in the model's own files" if place == model else "in its folder"))
+    of_files = {head.method for head in found}  # converted before, they are in the cache, too
+    found += [head for head in heads_here(model) if head.method not in of_files]
+    if asks_hub or not found:
+        on_hub, note = heads_on_hub(model if is_hub_model(model) else base, ("draftheads", *TAGS))
+        found += on_hub
+        notes += [note] if note else []
+    if folder.is_dir() and (origin := tuned_from(folder)) not in (None, base):
+        heads = ", ".join(map(str, heads_here(model, base=origin))) or f"see `draftheads info {origin}`"
+        notes.append(f"{model} was tuned from {origin}, whose heads can be tried: {heads}")
+    return found, notes
+
+
+def _drafts_named(head: str | PathLike[str], model: str) -> ResolvedHead | str | Path:
+    if head in UNTRAINED_HEADS:
+        return str(head)
     path = user_path(fspath(head))
     if isfile(path):  # noqa: PTH113 - the method is an error for names that are too long
-        return None, path
+        return path
     folder = find_head(head, model)
     is_ours = kind_of_folder(folder) == "draft head"
     found = folder if is_ours or path.is_dir() else find_published(head, model)
-    if not is_ours and is_published(found):
-        return None, found
-    return resolve_head(head, model, folder=folder), None
+    return found if not is_ours and is_published(found) else resolve_head(head, model, folder=folder)
 
 
 def load_drafter(head: ResolvedHead, target: TargetModel, *, fast: bool = True) -> DraftHead:

@@ -100,12 +100,16 @@ def test_the_zoo_is_listed_and_its_heads_are_found_by_method_and_model(
     assert "No heads are installed" in told(capsys, "")
 
 
-def test_what_is_no_head_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    installed = "tiny-llama is a model, not a draft head; installed for tiny-llama: medusa"
-    with pytest.raises(ModelNotFound, match=f"^{installed}$"):
-        told(capsys, "tiny-llama")
-    with pytest.raises(ModelNotFound, match=r"^smollm2-135m is a model, not a draft head; none is installed for "):
-        told(capsys, "smollm2-135m")
+@pytest.mark.usefixtures("own_cache")
+def test_of_a_model_the_heads_for_it_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "tiny-llama")
+    assert "Heads for tiny-llama; `--head auto` takes the first one that fits:\n" in text
+    assert "  medusa (installed, 1.49 tokens/step)\n" in text
+    assert "the Hugging Face Hub was not asked: tiny-llama is not an id of a model there\n" in text
+    assert "No head for smollm2-135m was found: `--head auto` drafts copies" in told(capsys, "smollm2-135m")
+
+
+def test_what_is_no_head_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file := tmp_path / "head.pt").touch()
     with pytest.raises(ModelNotFound, match=r"head\.pt is a file, not the folder of a draft head"):
         told(capsys, str(file))

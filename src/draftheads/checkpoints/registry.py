@@ -8,7 +8,7 @@ digest. Loading looks there first.
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from importlib import resources
 from importlib.util import find_spec
 from os import PathLike
@@ -16,7 +16,7 @@ from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, HeadFiles, read_head_files
+from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, HeadFiles, read_head_files, read_header
 from draftheads.errors import InvalidSettings, ModelNotFound, first_line
 from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import (
@@ -24,15 +24,23 @@ from draftheads.models.model_names import (
     check_model_can_exist,
     check_path,
     config_of,
+    find_adapter,
     hint_at,
     json_in,
     kind_of_folder,
+    model_id_of,
     model_name,
 )
-from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
-from draftheads.speculation.shapes import UNTRAINED_HEADS
+from draftheads.speculation.acceptance_profile import (
+    DEFAULT_NODES,
+    KINDS,
+    PROFILE_FILE,
+    AcceptanceProfile,
+    read_profile,
+)
+from draftheads.speculation.shapes import AUTO_HEAD, UNTRAINED_HEADS
 from draftheads.utils.cache import cache_folder
-from draftheads.utils.files import user_path
+from draftheads.utils.files import current, user_path
 
 if TYPE_CHECKING:
     from draftheads.checkpoints.checkpoint import SavedHead
@@ -48,6 +56,7 @@ DATA_PACKAGE_HEADS = (
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
 _OF_OTHERS = ("*.json", "*.safetensors", "*.bin", "*.pt")  # files of heads of other projects
+_MOST_OF_HUB = 5  # heads of each tag
 _MOST_LAYERS = 8  # of a draft head; a repository with more is a whole model
 
 
@@ -78,6 +87,122 @@ def zoo_heads() -> list[ZooHead]:
             head = ZooHead(path.parent.parent.name, path.parent.name, path.parent)
             heads.setdefault(head[:2], head)
     return [heads[key] for key in sorted(heads)]
+
+
+class FoundHead(NamedTuple):
+    """A head that is made for a model."""
+
+    name: str  # as ``--head`` takes it
+    method: str  # or the format of another project
+    place: str  # where it was found, in words
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'' if self.name == self.method else f'{self.method}, '}{self.place})"
+
+
+def heads_here(model: str, *, base: str | None = None) -> list[FoundHead]:
+    """Heads for a model in its folder, installed ones and those in the caches of this machine, in this order.
+
+    Of the installed ones those of the wheel come first, which were the fastest here, then those that make most tokens
+    per step. With ``base``, heads of this other model: the one that ``model`` was tuned from.
+    """
+    own, folder = base_of(model) if base is None else base, user_path(model)
+    inner = sorted(path for path in folder.iterdir() if path.is_dir()) if base is None and folder.is_dir() else []
+    found = [FoundHead(str(place), method, "in the model's folder") for place in inner if (method := _method_in(place))]
+    gains = {head: gain_of(read_profile(head.folder / PROFILE_FILE)) for head in zoo_heads() if head.base_name == own}
+    for head in sorted(gains, key=lambda head: (head.method in DATA_PACKAGE_HEADS, -gains[head], head.method)):
+        name = head.method if base is None else f"{own}/{head.method}"
+        found.append(FoundHead(name, head.method, f"installed, {gains[head]:.2f} tokens/step"))
+    ids = {own, model_id_of(own)}
+    for place in _cached_heads():
+        method = _method_in(place, ids)
+        if method and method not in {head.method for head in found}:  # an older copy, or of one that was found
+            found.append(FoundHead(str(place), method, "in the cache"))
+    return found
+
+
+def _method_in(folder: Path, model_ids: Container[str] | None = None) -> str | None:
+    """The method of the head in a folder, of some of these models or of any; None if there is no such head."""
+    if kind_of_folder(folder) != "draft head":
+        return None
+    config = json_in(current(folder, CONFIG_FILE))
+    base = config["base"].get("model_id") if isinstance(config["base"], dict) else None
+    return str(config["method"]) if model_ids is None or base in model_ids else None
+
+
+def _cached_heads() -> list[Path]:
+    """Folders that may have heads, the newest first: converted ones, and downloads from the Hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    found: list[Path] = []
+    with contextlib.suppress(InvalidSettings, OSError):  # the user has no cache
+        found += (cache_folder() / "heads").glob("*/")
+        found += Path(HF_HUB_CACHE).glob("models--*/snapshots/*/")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def gain_of(profile: AcceptanceProfile) -> float:
+    """Tokens per step on small trees."""
+    return max(tokens[min(DEFAULT_NODES, len(tokens)) - 1] for kind in KINDS if (tokens := profile.tokens(kind)))
+
+
+def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a model's safetensors files by name; of a model on the Hub they are not downloaded."""
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - slow to import
+
+    folder = user_path(model)
+    if is_hub_model(model):
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except Exception:  # noqa: BLE001 - of any class, where it was not downloaded before
+            with contextlib.suppress(Exception):  # without the Hub the model is not loaded, either
+                files = HfApi().get_safetensors_metadata(model).files_metadata.values()
+                return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
+            return {}
+    return {name: shape for file in folder.glob("*.safetensors") for name, shape in read_header(file)[0].items()}
+
+
+def heads_on_hub(model: str, tags: Iterable[str]) -> tuple[list[FoundHead], str | None]:
+    """Heads on the Hub with one of these tags whose cards name the model as their base; or why nothing was looked for.
+
+    They are in the order of the tags, and the most downloaded come first.
+    """
+    from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
+
+    if not is_hub_model(model):
+        return [], f"the Hugging Face Hub was not asked: {model} is not an id of a model there"
+    found: dict[str, FoundHead] = {}
+    try:
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_SECONDS)  # list_models would retry for long without a network
+        for tag in tags:
+            for info in HfApi().list_models(filter=[f"base_model:{model}", tag], sort="downloads", limit=_MOST_OF_HUB):
+                found.setdefault(info.id, FoundHead(info.id, tag, "on the Hugging Face Hub"))
+    except Exception as error:  # noqa: BLE001 - the errors of its network client are not documented
+        return [], f"the Hugging Face Hub was not asked, as it cannot be reached ({first_line(error)})"
+    return list(found.values()), None
+
+
+def is_hub_model(name: str) -> bool:
+    """Whether a model's name can only be an id on the Hub, with its owner."""
+    return not user_path(name).exists() and (match := _HUB_ID.fullmatch(name)) is not None and not match["subfolder"]
+
+
+def is_model(name: str) -> bool:
+    """Whether this is the name of a model, not of a head. Of an id on the Hub the configuration is downloaded."""
+    folder = user_path(name)
+    if base_of(name) in {SMOLLM2_135M, *(head.base_name for head in zoo_heads())}:
+        return True
+    if is_hub_model(name):
+        with contextlib.suppress(ModelNotFound):
+            folder = _download(name, None, name, [CONFIG_FILE])
+        return _num_layers(folder) > _MOST_LAYERS
+    return folder.is_dir() and (find_adapter(folder) is not None or kind_of_folder(folder) == "model")
+
+
+def _num_layers(folder: Path) -> int:
+    config = json_in(folder / CONFIG_FILE)
+    number = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    return number if isinstance(number, int) else 1
 
 
 def head_name(name: object) -> str:
@@ -129,7 +254,7 @@ def check_head(name: str, base_name: str) -> None:
     The Hub is not asked, and heads of other projects are not looked at.
     """
     path = user_path(head_name(name))
-    if name in UNTRAINED_HEADS or path.is_file() or (not path.exists() and _HUB_ID.fullmatch(name)):
+    if name in (AUTO_HEAD, *UNTRAINED_HEADS) or path.is_file() or (not path.exists() and _HUB_ID.fullmatch(name)):
         return
     folder = find_head(name, base_name)
     if kind_of_folder(folder) not in ("draft head", "adapter"):

@@ -115,7 +115,7 @@ def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) ->
     planner = engine.planner
     if planner is None or planner.choose(1, follows=False)[0] is not None:
         return None
-    head = options.drafting.head
+    head = options.drafting.head if engine.check is None else engine.check.head
     trials = "Try --precision int8, or measure" if options.load.precision not in ROUNDED_BITS else "Measure"
     copies = ", only copies from the text" if options.drafting.copy else ""
     return (

@@ -17,6 +17,8 @@ from draftheads.checkpoints.registry import (
     DATA_PACKAGE_INSTALL,
     cached_profile,
     find_head,
+    gain_of,
+    is_model,
     zoo_heads,
 )
 from draftheads.heads import head_methods
@@ -35,10 +37,11 @@ _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Show a draft head, or the bundled heads."""
+    """Show a draft head, the heads for a model, or the bundled heads."""
 
     head: str | None = None
-    """A draft head: a name, a folder or a Hugging Face id. All installed heads when left out."""
+    """A draft head: a name, a folder or a Hugging Face id. Of a model, the heads that are made for it. All installed
+    heads when left out."""
     model: str = "smollm2-135m"
     """The base model of the installed head."""
 
@@ -46,18 +49,30 @@ class InfoOptions:
 def run(options: InfoOptions) -> None:
     """Prints what the options ask for."""
     console = Console()
-    if options.head is not None:
+    if options.head is not None and is_model(options.head):
+        _print_fitting(console, options.head)
+    elif options.head is not None:
         _print_head(console, read_head_files(find_head(options.head, options.model)))
     else:
         _print_zoo(console)
+
+
+def _print_fitting(console: Console, model: str) -> None:
+    """The heads for a model, in the order in which ``--head auto`` tries them."""
+    from draftheads.loading import search_heads  # noqa: PLC0415 - slow to import
+
+    found, notes = search_heads(model, asks_hub=True)
+    none = f"No head for {model} was found: `--head auto` drafts copies from the text."
+    lines = [f"Heads for {model}; `--head auto` takes the first one that fits:"] if found else [none]
+    for line in (*lines, *(f"  {head}" for head in found), *notes):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_zoo(console: Console) -> None:
     heads, table = zoo_heads(), Table("base", "method", "heads", "parameters", "size", "tokens/step")
     for base_name, method, folder in heads:
         saved = read_head_files(folder)
-        gain = max(_at(saved.profile, DEFAULT_NODES).values())
-        sizes = (f"{saved.num_parameters:,}", byte_size(saved.num_bytes), f"{gain:.2f}")
+        sizes = (f"{saved.num_parameters:,}", byte_size(saved.num_bytes), f"{gain_of(saved.profile):.2f}")
         table.add_row(base_name, method, str(saved.options["num_heads"]), *sizes)
     if heads:
         console.print(table)

@@ -49,7 +49,7 @@ COMMANDS = {
     "export": Command("write a head in the layout of other engines", "cli.options", "commands.export", first="head"),
     "generate": Command("answer prompts", "cli.options"),
     "import": Command("read a head of another project", "cli.options", "commands.import_"),
-    "info": Command("describe a head, or list the installed ones", "cli.info", first="head"),
+    "info": Command("describe a head, or list those for a model or all installed ones", "cli.info", first="head"),
     "merge": Command("merge a model and its adapter into one model", "train.options", "commands.merge"),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import accumulate
@@ -26,6 +27,15 @@ from draftheads.utils.messages import first_names
 NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
 _PROJECTS = (medusa, mlp_speculator, dflash, gguf, eagle, llama, mtp)
 FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
+# tags of heads on the Hub that can be read. A model with the tag mtp is a whole model: its layer is found in its files
+TAGS = tuple(
+    dict.fromkeys(
+        form.name
+        for project in _PROJECTS
+        if project is not mtp and any(form.read for form in project.FORMATS)
+        for form in project.FORMATS
+    )
+)
 
 
 def is_published(path: Path) -> bool:
@@ -79,9 +89,14 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
     return layout
 
 
+def format_of(shapes: Mapping[str, tuple[int, ...]]) -> Format | None:
+    """The format of a head, which may be a part of a model, by the names and shapes of its tensors."""
+    return next((form for form in FORMATS if form.fits(shapes)), None)
+
+
 def _form_of(opened: Source) -> Format | None:
     """The format whose tensors these are."""
-    form = next((form for form in FORMATS if form.fits(opened.shapes)), None)
+    form = format_of(opened.shapes)
     if form is None and EMBEDDINGS & set(opened.shapes):
         raise ModelNotFound(
             f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model "

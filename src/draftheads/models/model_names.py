@@ -10,6 +10,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
 from draftheads.models.file_checks import check_config
 from draftheads.models.gguf_files import find_gguf_file
@@ -109,6 +111,19 @@ def base_of(name: str) -> str:
             f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path is {base!r}; it must be the name of the base model"
         )
     return SMOLLM2_135M if _is_embedded(base) else base
+
+
+def tuned_from(folder: Path) -> str | None:
+    """The model that the one in a folder was tuned from, by its card or its configuration; None where none is named."""
+    from huggingface_hub import metadata_load  # noqa: PLC0415 - slow to import
+
+    named: Any = None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # a card may be any text
+        named = (metadata_load(folder / "README.md") or {}).get("base_model")
+    named = named[0] if isinstance(named, list) and named else named
+    named = named or json_in(folder / "config.json").get("_name_or_path")
+    is_other = isinstance(named, str) and named and user_path(named).resolve() != folder.resolve()
+    return base_of(named) if is_other else None
 
 
 def _is_embedded(name: str) -> bool:

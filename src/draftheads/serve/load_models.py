@@ -17,7 +17,7 @@ from draftheads.checkpoints.registry import zoo_heads
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import compiler_for
 from draftheads.errors import DraftHeadsError, InvalidSettings, ModelNotFound
-from draftheads.loading import engine_on, load_target, name_of, resolve, template_of
+from draftheads.loading import engine_on, find_drafts, load_target, name_of, template_of
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of, shown_name
 from draftheads.runners import bytes_of_states, bytes_per_slot
@@ -25,7 +25,7 @@ from draftheads.serve.fields import Fields
 from draftheads.serve.options import ServeOptions
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel
-from draftheads.speculation.shapes import Drafting
+from draftheads.speculation.shapes import AUTO_HEAD, Drafting
 from draftheads.utils.files import current, user_path
 from draftheads.utils.machine import find_memory
 
@@ -37,7 +37,8 @@ _CONTEXT = 8192  # of models without a limit
 def load_served(options: ServeOptions) -> tuple[list[ServedModel], dict[str, Engine]]:
     """Loads a model once, and its heads; the first one also drafts for the adapters. The engines are by served name."""
     model, load = options.model, options.load
-    resolved = {head: None if head is None else resolve(head, name_of(model)) for head in options.head or (None,)}
+    draftings = {head: Drafting(head, corpus=options.corpus) for head in options.head or (None,)}
+    resolved = {head: find_drafts(drafting, name_of(model)) for head, drafting in draftings.items()}
     template = template_of(load.chat_template, *resolved.values())
     target = load_target(model, **{**load.given(), "chat_template": template})
     preparing = Thread(target=_prepare_grammars, args=(target,))
@@ -49,9 +50,9 @@ def load_served(options: ServeOptions) -> tuple[list[ServedModel], dict[str, Eng
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        drafting = Drafting(head, corpus=options.corpus)
-        engines[served] = engine_on(target, drafts, drafting, max_batch_size=options.max_rows)
-        models.append(ServedModel(served, base, None if head is None else _short_name(head)))
+        engine = engines[served] = engine_on(target, drafts, draftings[head], max_batch_size=options.max_rows)
+        shown = engine.drafter.name if head == AUTO_HEAD else head
+        models.append(ServedModel(served, base, None if shown is None else _short_name(shown)))
     for adapter, folder in options.adapters.items():
         if adapter in engines:
             raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")

@@ -196,6 +196,7 @@ def check_ranks(shape: Shape, num_tokens: int) -> None:
 
 
 UNTRAINED_HEADS = ("prompt-lookup", "lookahead")  # names of what drafts without a head
+AUTO_HEAD = "auto"  # the name of a head that is found by the model's name
 TreeChoice = Shape | ByProfile | Sequence[Sequence[int]] | str | PathLike[str] | int
 
 
@@ -213,8 +214,9 @@ class Drafting:
     """
 
     head: str | None = None
-    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. prompt-lookup
-    copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
+    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. auto takes one
+    that is made for the model, else prompt-lookup. prompt-lookup copies from the text so far; lookahead refines draft
+    tokens of the model itself. Plain decoding when left out."""
     draft_model: str | None = None
     """A smaller model drafts in place of a head. With the same tokenizer: a folder or a Hugging Face id."""
     tree: str = "auto"

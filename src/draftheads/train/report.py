@@ -199,7 +199,9 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
     made = _FOLDERS.sub("", json.dumps({"options": dict(options), "provenance": dict(provenance)}, indent=2))
     model = shown_name(report.model_id)
     texts, held_out = counted(report.num_training_texts, "text"), counted(report.num_held_out_texts, "held-out text")
-    return f"""# {report.method} head for {model}
+    # by these two fields `--head auto` finds a head on the Hub
+    fields = f"---\nbase_model: {model}\ntags:\n- draftheads\n---\n\n" if "/" in model else ""
+    return f"""{fields}# {report.method} head for {model}
 
 Drafts {drafted} beyond the next one. With `draftheads`, {model} checks them itself.
 
