@@ -212,7 +212,7 @@ def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int 
     """An untrained head with weights that are not its starting values."""
     config_class, head_class = head_classes(method)
     sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
-    if method in ("eagle3", "dflash", "dspark"):
+    if method in ("eagle3", "dflash", "dflash2", "dspark"):
         sizes["layers"] = [0, 1]
     config = config_class(**{**sizes, **fitting(method, num_heads=num_heads, **options)})
     torch.manual_seed(seed)
@@ -243,6 +243,7 @@ def by_hand(points: Iterable[tuple[str, int, int, float]]) -> StepCosts:
     return StepCosts(tuple(sorted(passes.items())), tuple(drafts))
 
 
+@torch.no_grad()  # as in decoding
 def propose(drafter: Drafter, context: Context, shape: Shape | None = None) -> Draft:
     """The first draft of a new batch; in the drafter's default shape where none is given."""
     shape = shape or drafter.default_shape

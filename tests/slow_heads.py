@@ -181,10 +181,11 @@ def slow_block(
             key = _each_normed((of["self_attn.k_proj.weight"] @ x).view(groups, -1), of["self_attn.k_norm.weight"])
             return turned(key, position, base, halves=halves), (of["self_attn.v_proj.weight"] @ x).view(groups, -1)
 
-        normed = [rms_norm(x, of["input_layernorm.weight"]) for x in rows]
+        norms = [rms_norm(x, of["input_layernorm.weight"]) for x in rows]
+        normed = slow_convolution(of, "attention_conv", norms, norms, 0)
         seen = [key_value(c, i) for i, c in enumerate(context)]
         seen += [key_value(x, start + i) for i, x in enumerate(normed)]
-        after = []
+        wrote = []
         for i, x in enumerate(normed):
             query = _each_normed((of["self_attn.q_proj.weight"] @ x).view(heads, -1), of["self_attn.q_norm.weight"])
             query = turned(query, start + i, base, halves=halves)
@@ -197,20 +198,52 @@ def slow_block(
                 scores = torch.stack([query[h] @ key[group] for key, _ in here]) / query.shape[1] ** 0.5
                 weights = scores.softmax(0)
                 attended.append(sum(w * value[group] for w, (_, value) in zip(weights, here, strict=True)))
-            y = rows[i] + of["self_attn.o_proj.weight"] @ torch.cat(attended)  # type: ignore[arg-type]
-            z = rms_norm(y, of["post_attention_layernorm.weight"])
+            wrote.append(of["self_attn.o_proj.weight"] @ torch.cat(attended))  # type: ignore[arg-type]
+        middle = [x + y for x, y in zip(rows, slow_convolution(of, "attention_conv", wrote, norms, 1), strict=True)]
+        norms = [rms_norm(y, of["post_attention_layernorm.weight"]) for y in middle]
+        wrote = []
+        for z in slow_convolution(of, "mlp_conv", norms, norms, 0):
             inner = F.silu(of["mlp.gate_proj.weight"] @ z) * (of["mlp.up_proj.weight"] @ z)
-            after.append(y + of["mlp.down_proj.weight"] @ inner)
-        rows, layer = after, layer + 1
+            wrote.append(of["mlp.down_proj.weight"] @ inner)
+        rows = [x + y for x, y in zip(middle, slow_convolution(of, "mlp_conv", wrote, norms, 1), strict=True)]
+        layer += 1
     return torch.stack([rms_norm(x, weight["norm.weight"]) for x in rows])
 
 
+def slow_convolution(
+    of: dict[str, Tensor], name: str, x: list[Tensor], normed: list[Tensor], side: int
+) -> list[Tensor]:
+    """DFlash2's, number by number; the rows as they are where the layer has none."""
+    if f"{name}.base_kernel" not in of:
+        return x
+    base, projection = of[f"{name}.base_kernel"], of[f"{name}.kernel_projection.weight"]
+    _, taps, size = base.shape
+    groups = len(projection) // (2 * taps)
+    out = []
+    for p in range(len(x)):
+        kernel = (projection @ normed[p]).view(2, taps, groups)[side]
+        row = []
+        for j in range(size):
+            group = j // (size // groups)
+            terms = [(base[side, t, j] + kernel[t, group]) * x[p - t][j] for t in range(taps) if p >= t]
+            row.append(sum(terms[1:], terms[0]))
+        out.append(torch.stack(row))
+    return out
+
+
 def slow_block_log_probs(
-    tensors: dict[str, Tensor], rows: Tensor, lm_head: Tensor, text: list[int], *, is_shifted: bool
+    tensors: dict[str, Tensor],
+    rows: Tensor,
+    lm_head: Tensor,
+    text: list[int],
+    *,
+    is_shifted: bool,
+    num_candidates: int | None = None,
 ) -> Tensor:
     """(K, V') of a block's rows, with the bias of a Markov head if there is one, by the names of published files.
 
-    ``text`` has the block's first token, and the tokens that stand where draft tokens would.
+    ``text`` has the block's first token, and the tokens that stand where draft tokens would. Of DFlash2 only the best
+    ``num_candidates`` tokens of a place count, if they are given.
     """
     weight = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
     found, state = [], torch.zeros(weight["markov_w1.weight"].shape[1] if "markov_w1.weight" in weight else 0)
@@ -226,5 +259,17 @@ def slow_block_log_probs(
                 kept = torch.sigmoid(gate)
                 state, e = kept * state + (1 - kept) * torch.tanh(candidate), torch.tanh(output)
             logits = logits + weight["markov_w2.weight"] @ e
+        if "candidate_selector.hidden_projection.weight" in weight:
+            before, after = (
+                next(
+                    weight[name]
+                    for name in (f"candidate_selector.{part}", f"candidate_selector.{part}.weight")
+                    if name in weight
+                )
+                for part in ("predecessor_codebook", "successor_codebook")
+            )
+            pairs = after @ (before[text[i]] * (weight["candidate_selector.hidden_projection.weight"] @ row))
+            few = logits.topk(num_candidates or len(logits)).indices
+            logits = torch.full_like(logits, -torch.inf).scatter(0, few, (logits + pairs)[few])
         found.append(logits.log_softmax(-1))
     return torch.stack(found)

@@ -67,6 +67,32 @@ def write_file(folder: Path, model: TargetModel, **changes: Any) -> dict[str, Te
     return made
 
 
+def write_lattice_file(folder: Path, model: TargetModel, *, end: str) -> dict[str, Tensor]:
+    """A DFlash2 head as z-lab saves it; the names of the codebooks have that ending."""
+    start, size, chance = "candidate_selector.", model.hidden_size, torch.Generator().manual_seed(1)
+    shapes: dict[str, tuple[int, ...]] = {f"{start}hidden_projection.weight": (RANK, size)}
+    shapes |= {f"{start}{each}_codebook{end}": (model.vocab_size, RANK) for each in ("predecessor", "successor")}
+    for place in (f"layers.{i}.{part}_conv." for i in range(LAYERS) for part in ("attention", "mlp")):
+        shapes |= {f"{place}base_kernel": (2, 2, size), f"{place}kernel_projection.weight": (4 * size // 8, size)}
+    about = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 5}
+    body = write_file(folder, model, architectures=["DFlash2DraftModel"], dflash_config=about)
+    tensors = body | {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def markov_shapes(kind: str, vocab_size: int, size: int, tokens: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a Markov head."""
+    if kind == "none":
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {"markov_w1.weight": (vocab_size, RANK), "markov_w2.weight": (tokens, RANK)}
+    if kind == "gated":
+        shapes |= {"gate_proj.weight": (RANK, size + RANK), "gate_proj.bias": (RANK,)}
+    if kind == "rnn":
+        shapes |= {"joint_proj.weight": (3 * RANK, size + 2 * RANK), "joint_proj.bias": (3 * RANK,)}
+    return shapes
+
+
 def write_markov_file(
     folder: Path,
     model: TargetModel,
@@ -80,18 +106,14 @@ def write_markov_file(
     """A head as z-lab, DeepSpec, ModelOpt or speculators saves it; kind "none" is a DFlash head."""
     if form == "zlab":
         return write_file(folder, model, **changes)
+    if form.startswith("dflash2"):
+        return write_lattice_file(folder, model, end=form.removeprefix("dflash2"))
     body = write_file(folder, model)
     layer = json.loads((folder / "config.json").read_text())
     chance = torch.Generator().manual_seed(1)
     size, tokens = model.hidden_size, len(DRAFTED) if reduced else model.vocab_size
     prefix = "" if form == "modelopt" else "markov_head."
-    shapes: dict[str, tuple[int, ...]] = {}
-    if kind != "none":
-        shapes = {"markov_w1.weight": (model.vocab_size, RANK), "markov_w2.weight": (tokens, RANK)}
-    if kind == "gated":
-        shapes |= {"gate_proj.weight": (RANK, size + RANK), "gate_proj.bias": (RANK,)}
-    if kind == "rnn":
-        shapes |= {"joint_proj.weight": (3 * RANK, size + 2 * RANK), "joint_proj.bias": (3 * RANK,)}
+    shapes = markov_shapes(kind, model.vocab_size, size, tokens)
     tensors = body | {prefix + name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
     markov = {"markov_rank": RANK, "markov_head_type": kind} if kind != "none" else {}
     block = {"block_size": BLOCK, "mask_token_id": MASK, **markov}
@@ -149,6 +171,7 @@ def expected_log_probs(
     lm_head: Tensor,
     scale: float,
     mask: Tensor | None = None,
+    num_candidates: int | None = None,
     **attention: Any,
 ) -> Tensor:
     """(K, V') of all places of the block behind ``READ`` tokens; the text's tokens stand where draft tokens would."""
@@ -156,7 +179,8 @@ def expected_log_probs(
     masks = [embedding[MASK] if mask is None else mask] * (BLOCK - 1)
     block = [embedding[text[READ]], *masks]
     rows = slow_block(tensors, block, list(hidden[:READ]), heads=HEADS, groups=GROUPS, base=BASE, **attention)
-    return slow_block_log_probs(tensors, rows, lm_head, text[READ:], is_shifted=shifted)
+    few = {"is_shifted": shifted, "num_candidates": num_candidates}
+    return slow_block_log_probs(tensors, rows, lm_head, text[READ:], **few)
 
 
 def drafted_log_probs(head: DraftHead, hidden: Tensor, known: int) -> Tensor:
@@ -219,6 +243,8 @@ FILES: dict[str, dict[str, Any]] = {
     "specforge": {"form": "specforge", "kind": "vanilla"},
     "lfm2": {"form": "lfm2", "kind": "vanilla"},
     "z-lab, a mask of its own": {"form": "zlab", "own_mask": True},
+    "dflash2": {"form": "dflash2", "kind": "none"},
+    "dflash2, other names": {"form": "dflash2.weight", "kind": "none"},
 }
 ATTENTION: dict[str, dict[str, Any]] = {
     "z-lab, windows": {"windows": [0, 5], "causal": [1]},
@@ -228,6 +254,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "speculators, windows": {"windows": [3, 3], "causal": [0, 1]},
     "speculators, windows, not causal": {"windows": [3, 3]},
     "lfm2": {"halves": False},
+    "dflash2": {"num_candidates": 5},
+    "dflash2, other names": {"num_candidates": 5},
 }
 
 
@@ -245,9 +273,10 @@ def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: 
     head = load_head(tmp_path / "ours", target)
     config: Any = head.config
     kind = "none" if options.get("form") == "zlab" else options.get("kind", "gated")
+    method = "dflash2" if case.startswith("dflash2") else "dflash" if kind == "none" else "dspark"
     scale = options.get("dflash_config", {}).get("input_embedding_scale", 1.0)
     shifted = options.get("sample_from_anchor", kind != "none" and case != "specforge")
-    assert config.method == ("dflash" if kind == "none" else "dspark")
+    assert config.method == method
     assert (config.is_shifted, config.num_heads, config.mask_token_id) == (shifted, BLOCK - (not shifted), MASK)
     assert head.hidden_layers == ((1, 0) if options.get("form") == "modelopt" else (0, 1)), "whose inputs are read"
     states = target.model(TEXT, output_hidden_states=True).hidden_states
@@ -259,6 +288,8 @@ def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: 
     )
     for known in (0, 4, 5):
         torch.testing.assert_close(drafted_log_probs(head, hidden, known), expected, rtol=1e-4, atol=1e-4)
+    if method == "dflash2":  # training has all candidates
+        expected = expected_log_probs(tensors, target, hidden, shifted=shifted, lm_head=lm_head, scale=scale)
     features = head(hidden[None], TEXT)[:, 0, READ - 1]
     trained = torch.stack([head.logits(row, i).log_softmax(-1) for i, row in enumerate(features)])
     torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-4)
@@ -322,7 +353,12 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         (tensors(gate_proj=None), CheckpointCorrupt, "the tensors are those of 'vanilla'"),
         (tensors(gate_proj=torch.ones(6, 33)), CheckpointCorrupt, r"weight \(6, 33\) is \(6, 1\); .* it \(6, 6\)"),
         (tensors("", embed_tokens=torch.ones(2, 2)), CheckpointMismatch, r"embed_tokens\.weight differs by .*\(2, 2\)"),
-        (tensors("", candidate_selector=torch.ones(2, 2)), UnsupportedModel, r"do not have \(candidate_selector\)"),
+        (tensors("", prefix_gru=torch.ones(2, 2)), UnsupportedModel, r"do not have \(prefix_gru\).* such as Domino"),
+        (
+            tensors("", candidate_selector=torch.ones(2)),
+            CheckpointCorrupt,
+            "selector_top_k is missing, and the tensors",
+        ),
         (tensors("", lm_head=torch.ones(24, 32)), CheckpointMismatch, r"its lm_head\.weight differs by \d+% from the"),
         (SPECULATORS | {"reduced": True, "given": {"t2d": torch.ones(24)}}, CheckpointCorrupt, "t2d and d2t name"),
     ],

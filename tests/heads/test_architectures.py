@@ -60,6 +60,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mtp, latent attention": {"layer": LATENT},
     "markov-medusa, own": {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12},
     "dflash, shifted": {"is_shifted": True, "layers": [], "num_layers": 2},
+    "dflash, windows": {"num_layers": 2, "windows": [3, 0], "causal_layers": [1], "own_mask": True},
+    "dflash2": {"num_candidates": VOCAB},  # fewer are not all that was taught
+    "dflash2, windows": {"num_candidates": VOCAB, "num_layers": 2, "windows": [4, 2], "kernel_taps": 3},
+    "dspark, recurrent": {"gated": False, "recurrent": True, "draft_vocab_size": 12},
     "dspark, as published": {"own_embedding": True, "gate_reads_token": True, "draft_vocab_size": 12},
 }
 

@@ -23,15 +23,25 @@ from slow_heads import slow_block, slow_block_log_probs
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
 
-def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int) -> Tensor:
-    """(K, V') behind the first ``length`` tokens of a text; its later tokens stand where draft tokens would."""
+def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int, *, drafts: bool = False) -> Tensor:
+    """(K, V') behind the first ``length`` tokens of a text; its later tokens stand where draft tokens would.
+
+    With ``drafts`` only tokens that may be drafted count.
+    """
     config: Any = head.config
     weight, embedding = dict(head.named_parameters()), head.target_embedding * head.embedding_scale
     tensors = {theirs: weight[ours] for ours, theirs in dflash_names(config).items()}
-    if config.method == "dspark":
+    few = None
+    if config.method != "dflash":
         down, up = weight["down.0.weight"], weight["up.0.weight"]
-        tensors["markov_w1.weight"] = down if config.own_embedding else embedding @ down.T
-        tensors["markov_w2.weight"] = 2 * up if config.gated else up
+        down = down if config.own_embedding else embedding @ down.T
+    if config.method == "dflash2":
+        few, start = (config.num_candidates if drafts else None), "candidate_selector."
+        tensors |= {f"{start}predecessor_codebook": down, f"{start}successor_codebook": up}
+        tensors[f"{start}hidden_projection.weight"] = weight["gates.0.weight"]
+        tensors |= {name: tensor for name, tensor in weight.items() if "_conv." in name}
+    if config.method == "dspark":
+        tensors |= {"markov_w1.weight": down, "markov_w2.weight": 2 * up if config.gated else up}
         if config.gated:
             of_token = weight.get("token_gates.0.weight", torch.zeros(up.shape[1], up.shape[1]))
             tensors["gate_proj.weight"] = torch.cat([weight["gates.0.weight"], of_token], 1)
@@ -39,14 +49,14 @@ def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int
         if config.recurrent:
             parts = [weight[f"{name}.0.weight"] for name in ("state_gates", "token_gates", "gates")]
             tensors |= {"joint_proj.weight": torch.cat(parts, 1), "joint_proj.bias": weight["gates.0.bias"]}
-            tensors["markov_w2.weight"] = up
     lm_head = weight.get("lm_heads.heads.0.weight", head.lm_heads.shared)
     sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "base": config.rope_theta}
     mask = head.mask_embedding * head.embedding_scale if config.own_mask else embedding[config.mask_token_id]
     block = [embedding[text[length]], *[mask] * (config.block_size - 1)]
     seen = {"windows": config.windows, "causal": config.causal_layers}
     rows = slow_block(tensors, block, list(hidden[:length]), **sizes, **seen)
-    return slow_block_log_probs(tensors, rows, lm_head, text[length:], is_shifted=config.is_shifted)
+    how = {"is_shifted": config.is_shifted, "num_candidates": few}
+    return slow_block_log_probs(tensors, rows, lm_head, text[length:], **how)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +75,16 @@ def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int
         {"own_mask": True, "embedding_scale": 3.0, "num_layers": 2, "windows": [0, 2], "causal_layers": [0]},
     ],
 )
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_training_and_drafting_follow_the_published_layout(method: str, options: dict[str, Any]) -> None:
     """Values and gradients in training at a place, and a chain behind a text that is read in two parts."""
     model = tiny_model("llama")
-    if method == "dflash" and {"own_embedding", "gate_reads_token", "recurrent"} & set(options):
+    if method != "dspark" and {"gated", "gate_reads_token"} & set(options):
         return
+    if method == "dflash" and "own_embedding" in options:
+        return
+    if method == "dflash2":
+        options = {"kernel_group": 8, "num_candidates": 4, **options}
     head = tiny_head(method, model, **options)
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers).clone())[0]
     text, place = TEXT[0].tolist(), 2
@@ -89,7 +103,11 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
     drafted = [*text]
     with torch.inference_mode():
         for i in range(3):
-            drafted.append(int(head.to_target_ids(slow_log_probs(head, hidden[0], [*drafted, 0, 0, 0], 6)[i].argmax())))
+            drafted.append(
+                int(
+                    head.to_target_ids(slow_log_probs(head, hidden[0], [*drafted, 0, 0, 0], 6, drafts=True)[i].argmax())
+                )
+            )
         session = head.start()
         session.observe(Context(hidden[:, :4], TEXT[:, :4], torch.tensor([4]), TEXT[:, 4]))
         context = Context(hidden[:, 4:6], TEXT[:, 4:6], torch.tensor([2]), TEXT[:, 6])
@@ -140,7 +158,7 @@ def test_a_window_keeps_the_tokens_that_it_sees(windows: list[int]) -> None:
     assert [size <= 128 for size in sizes] == [window > 0 for window in windows], "of 600 tokens"
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_a_block_of_some_places_is_as_one_of_all(method: str) -> None:
     model = tiny_model("llama")
     head = tiny_head(method, model)

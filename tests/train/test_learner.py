@@ -23,7 +23,12 @@ from training_world import train_options
 
 def untrained(target: TargetModel, features: Path, **changes: Any) -> tuple[FeatureStore, DraftHead, TrainOptions]:
     """The store of the features, a new head for all its texts, and the options."""
-    if changes.get("method") in ("eagle3", "dflash", "dspark"):  # these features are of the last hidden state
+    if changes.get("method") in (
+        "eagle3",
+        "dflash",
+        "dflash2",
+        "dspark",
+    ):  # these features are of the last hidden state
         changes["head_options"] = ("layers=[]",)
     settings, store = train_options(Path("out"), features, **changes), FeatureStore(features)
     return store, new_head(settings, target, store, range(len(store))), settings

@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads: z-lab's, DeepSpec's and speculators' files are read and written, ModelOpt's are read.
+"""DFlash, DFlash2 and DSpark: z-lab's, DeepSpec's and speculators' files are read and written, ModelOpt's are read.
 
 The body has the same names in all of them. z-lab and DeepSpec count layers by what leaves them: layer i of ours, whose
 input is read, is i - 1 there, and -1 is the embedding. speculators counts as we do.
@@ -36,7 +36,7 @@ from draftheads.formats.layout import (
 from draftheads.formats.llama import LAYER_KEYS, layer_names, layer_options, llama_config, scaled_otherwise
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
-from draftheads.heads.dspark import DSparkConfig, DSparkHead
+from draftheads.heads.dspark import DFlash2Config, DSparkConfig, DSparkHead
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
@@ -45,7 +45,7 @@ _OF_ITSELF, _SPECULATORS = "dflash_config", "speculators_model_type"
 _SHIFTED = ("sample_from_anchor", "shift_label")
 _DEEPSPEC = ("Qwen3DSparkModel", "Lfm2DSparkDraftModel")  # whose blocks are shifted
 _ARCHITECTURES = {  # all with Qwen3's layers
-    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", *_DEEPSPEC)
+    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", *_DEEPSPEC, "DFlash2DraftModel")
 }
 _OTHERWISE: dict[str, tuple[object, str]] = {  # keys whose other values make other heads of these files, and which ones
     "attention_value_scale": (1, "scaled values"),
@@ -71,6 +71,8 @@ _KEYS = {  # beside those of its layers
     *("transformer_layer_config", "speculators_config", "markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov", "projector_type"),
 }
+_SELECTOR = {"selector_rank": "markov_rank", "selector_top_k": "num_candidates"}  # of DFlash2, by our names
+_SELECTOR |= {"conv_kernel_size": "kernel_taps", "conv_group_size": "kernel_group"}
 _PROJECTORS = (None, "dflash", "dspark")  # of ModelOpt
 _BODY = {"fc", "hidden_norm", "norm", "layers"}
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -94,7 +96,7 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
     # DeepSpec begins with all keys of the base's configuration: what is as there tells of the base
     its_own = {name: value for name, value in {**layer, **given}.items() if getattr(base.config, name, None) != value}
-    check_keys(source, [*_KEYS, *_OTHERWISE, *LAYER_KEYS], its_own)
+    check_keys(source, [*_KEYS, *_SELECTOR, *_OTHERWISE, *LAYER_KEYS], its_own)
     _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else {})
     is_shifted, guesses = _is_shifted(source, given, is_markov=is_markov)
     block = source.number("block_size", most=MOST_DEPTH, given=given)
@@ -123,12 +125,18 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
         warnings.warn(f"{source.path}: {unread}; {why}", SpeedWarning, stacklevel=2)
     unused |= confidence | {name for name in source.shapes if name.startswith(_VERIFIER)}
     config: BlockConfig = DFlashConfig(**options)
-    if is_markov:
+    if "candidate_selector" in parts:
+        sizes = {ours: source.number(theirs, given=given) for theirs, ours in _SELECTOR.items()}
+        if missing := sorted(name for name in _SELECTOR if given.get(name) is None):
+            raise source.wrong(f"{', '.join(missing)} is missing, and the tensors are those of DFlash2")
+        config = DFlash2Config(**options, **sizes, own_embedding=True)
+        names |= selector_names(config, source)
+    elif is_markov:
         config = DSparkConfig(**options, **markov_options(source, given), own_embedding=True)
         names |= markov_names(config, "" if "markov_w1.weight" in source.shapes else "markov_head.")
     if own_mask is not None:
         names["mask_embedding"] = Made((), lambda: own_mask)
-    kind = "a DSpark head" if is_markov else "a DFlash head"
+    kind = {"dflash": "a DFlash head", "dflash2": "a DFlash2 head", "dspark": "a DSpark head"}[config.method]
     body_names: dict[str, str | Made] = {**dflash_names(config)}
     if _flag(source, given, _NEOX) is False:
         body_names |= _in_halves(config, dflash_names(config))
@@ -219,13 +227,14 @@ def _refuse_others(
         value = given.get(name, layer.get(name))
         reasons[f"{name} is {value}, and heads with {meaning} cannot be read"] = value and value != usual
     others = sorted(set(given.get("architectures") or ()) - _ARCHITECTURES)
-    unknown = sorted(parts - {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "embed_tokens", "lm_head", "d2t", "t2d"})
+    known = {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "candidate_selector", "embed_tokens", "lm_head", "d2t", "t2d"}
+    unknown = sorted(parts - known)
     kind = given.get("projector_type")
     reasons |= {
         f"architectures is {others}; of this family only heads with Qwen3's layers can be read "
         f"({', '.join(sorted(_ARCHITECTURES))})": others,
         f"it has parts that DFlash and DSpark do not have ({', '.join(unknown)}): it is a head of another kind, "
-        "such as DFlash2 or Domino, which cannot be read": unknown,
+        "such as Domino, which cannot be read": unknown,
         f"projector_type is {kind!r}, and of these only dspark and dflash can be read": kind not in _PROJECTORS,
     }
     refuse(reasons, UnsupportedModel, f"{source.path}: ")
@@ -401,6 +410,18 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     if config.draft_vocab_size is not None:
         tensors |= {_LM_HEAD: lm_head_of(head), **vocabulary_maps(head)}
     return about, tensors
+
+
+def selector_names(config: DFlash2Config, source: Source) -> dict[str, str | Made]:
+    """The published name of each tensor of DFlash2's selector and convolutions. Some codebooks end in ``.weight``."""
+    start = "candidate_selector."
+    names: dict[str, str | Made] = {"gates.0.weight": f"{start}hidden_projection.weight"}
+    for ours, theirs in {"down.0.weight": "predecessor_codebook", "up.0.weight": "successor_codebook"}.items():
+        names[ours] = start + theirs + (".weight" if f"{start}{theirs}.weight" in source.shapes else "")
+    for i in range(config.num_layers):
+        for part in ("attention_conv.base_kernel", "attention_conv.kernel_projection.weight"):
+            names |= {f"layers.{i}.{each}": f"layers.{i}.{each}" for each in (part, part.replace("attention", "mlp"))}
+    return names
 
 
 def markov_options(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:

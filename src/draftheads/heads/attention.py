@@ -273,7 +273,7 @@ class TransformerLayer(nn.Module):
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, KeysValues]:
         """Queries (B, S, H, d), keys and values (B, S, G, d) of inputs (B, S, D) at positions (1 or B, S)."""
-        normed = self.input_norm(x)
+        normed = self.read(x)
         every = torch.cat([self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)], -1)
         heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
         q, k, v = every.view(*x.shape[:2], -1, self.config.head_size).split([heads, groups, groups], 2)
@@ -281,6 +281,11 @@ class TransformerLayer(nn.Module):
         if self.rotary:
             q, k = _rotated(q, positions, self.config), _rotated(k, positions, self.config)
         return q, KeysValues(k, v)
+
+    def read(self, x: Tensor) -> Tensor:
+        """What attention reads of the layer's inputs (B, S, D)."""
+        normed: Tensor = self.input_norm(x)
+        return normed
 
     def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
         """Keys and values (B, S, G, d) alone, of inputs (B, S, D) as they are, without the norm of inputs."""

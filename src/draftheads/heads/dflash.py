@@ -96,7 +96,7 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         # c starts as the last of the hidden states; see :meth:`start_near`
         self.fc = fusion(size, num_inputs=max(1, len(config.layers)), state_first=False, bias=False)
         self.hidden_norm = RmsNorm(size, epsilon)
-        self.layers: Any = nn.ModuleList(TransformerLayer(config, norm_heads=True) for _ in range(config.num_layers))
+        self.layers: Any = nn.ModuleList(self.new_layer(config) for _ in range(config.num_layers))
         self.norm = RmsNorm(size, epsilon)
         self.block_size = config.block_size
         self.first = config.block_size - config.num_heads  # the row that makes the first prediction
@@ -105,6 +105,10 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         self.causal_layers = frozenset(config.causal_layers)
         if config.own_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(size))  # as rows of the target's embedding are
+
+    def new_layer(self, config: BlockConfig) -> TransformerLayer:
+        """One of the body."""
+        return TransformerLayer(config, norm_heads=True)
 
     def new_history(self) -> HeadKVCache:
         return HeadKVCache(self.num_history_layers, self.windows)

@@ -144,6 +144,12 @@ RECIPES: Mapping[str, Recipe] = {
         _BLOCKS_CODE,
         _from(OURS, num_heads=7, num_layers=2),  # five layers in the paper
     ),
+    "dflash2": Recipe(
+        "DFlash2: blocks of seven drafts with convolutions, and a choice among the best 16 tokens of each place",
+        _from("its code", method="dflash2", num_heads=7, loss="hard", head_options=("markov_rank=256",)),
+        _BLOCKS_CODE,
+        _from(OURS, num_layers=2),  # five layers there
+    ),
     "dspark": Recipe(
         "DSpark: shifted blocks of seven, two layers, on the text and the model's distribution",
         _from("the paper", method="dspark", num_heads=7, loss="dspark"),
