@@ -79,11 +79,21 @@ def test_latencies_are_percentiles_of_all_answers_and_memory_is_the_most_of_a_gr
 def test_categories_and_turns_are_parts_where_prompts_are_answered_alone():
     one, two, three = PLAIN
     talk = [one, replace(two, turn=1, questions=(0,), group=0), replace(three, questions=(1,), group=1)]
-    parts = {name: [answer for answer in talk if belongs(answer)] for name, belongs in parts_of(talk, ["a", "b"])}
+    parts = {
+        name: [answer for answer in talk if belongs(answer)]
+        for name, belongs in parts_of(talk, [("a", "language x"), ("b", "")])
+    }
     assert parts == {ALL: talk, "a": talk[:2], "b": talk[2:], "turn 1": [talk[0], talk[2]], "turn 2": talk[1:2]}
     together = replace(one, token_ids=((1,), (2,)))
-    assert [name for name, _ in parts_of([together], ["a", "b"])] == [ALL]
-    assert [name for name, _ in parts_of([one], ["a"])] == [ALL]
+    assert [name for name, _ in parts_of([together], [("a", ""), ("b", "")])] == [ALL]
+    assert [name for name, _ in parts_of([one], [("a", "")])] == [ALL]
+
+
+def test_languages_are_parts_beside_categories():
+    one, two, _ = PLAIN
+    talk, labels = [one, replace(two, questions=(1,), group=1)], [("chat", "language fr"), ("chat", "language ja")]
+    parts = {name: [answer for answer in talk if belongs(answer)] for name, belongs in parts_of(talk, labels)}
+    assert parts == {ALL: talk, "language fr": talk[:1], "language ja": talk[1:]}
 
 
 def test_a_column_shows_a_field_of_rows_or_computes():

@@ -1,6 +1,8 @@
 """Measurements on held-out text: ranks and expected tokens are those of the definition."""
 
+import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from draftheads.checkpoints.checkpoint import load_head
 from draftheads.cli.main import COMMANDS
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import FeatureStore
+from draftheads.data.texts import EncodedChat
 from draftheads.models.model import TargetModel
 from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
+from draftheads.train import training_data
 from draftheads.train.new_head import new_head
-from draftheads.train.report import NUM_RANKS, REPORTED_NODES, Measurement, verdict_of
+from draftheads.train.report import NUM_RANKS, REPORTED_NODES, Measurement, Report, model_card, verdict_of
 from families import propose
 from training_world import measured, train_options
 
@@ -119,3 +123,24 @@ def test_the_verdict_has_its_class_and_names_commands(tokens_per_step: float, fa
     named = set(re.findall(r"`draftheads ([a-z-]+)", found))
     assert named
     assert named <= COMMANDS.keys()
+
+
+def test_the_scripts_of_what_is_learned_are_counted_and_shown(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the user's words; the tokens stand for letters of other scripts."""
+    said = {8: "Да", 9: "yes", 10: "是"}
+    monkeypatch.setattr(type(target.tokenizer), "decode", lambda _, ids, **__: "".join(said.get(i, "") for i in ids))
+    texts = [EncodedChat((9, 8, 8, 10, 2), (False, True, True, True, True), source="a:1")]
+    found = Counter[str]()
+    assert [*training_data._with_scripts(iter(texts), target, found)] == texts
+    assert found == {"Cyrillic": 4, "Han": 1}
+    numbers: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(Report)), 1)
+    lists = {name: [0.5] for name in ("losses", "top1", "top3", "top10", "tree")}
+    report = Report(**{**numbers, **lists, "method": "medusa", "model_id": "owner/base", "scripts": found})
+    card = model_card(report, {}, {})
+    assert "Scripts of the text: Cyrillic 80 %, Han 20 %." in card
+    assert card.startswith("---\nbase_model: owner/base\ntags:\n- draftheads\n---\n\n# medusa head for owner/base\n")
+    shown = model_card(dataclasses.replace(report, scripts=None, model_id="/a/model"), {}, {})
+    assert shown.startswith("# medusa head for model\n")
+    assert "Scripts" not in shown

@@ -272,6 +272,7 @@ def test_texts_are_tokenized_once_and_again_where_something_changed(
     assert list(first) == [*blocks, *load_texts(target, [data], max_length=64)][:-1]
     assert progress.last[:2] == (progress.last[1], progress.last[1])
     assert sorted(map(len, left_out.values())) == [1, 1]
+    assert [*first.facts["scripts"]] == ["Latin"]
     written = []
     monkeypatch.setattr(Texts, "write", lambda folder, texts, _: written.append(list(texts)))
     again = LeftOut()

@@ -51,6 +51,7 @@ class Question:
     is_ids: tuple[int, ...] | None = None  # token ids in place of all
     name: str = ""  # of a record, else its number from 1
     category: str = ""
+    language: str = ""
     reference: Any = None
 
 
@@ -59,7 +60,9 @@ def question_of(number: int, prompt: Prompt | Record) -> Question:
     about: dict[str, Any] = {"name": str(number + 1)}
     if isinstance(prompt, Record):
         found = (prompt.labels[label] for label in ("question_id", "id") if label in prompt.labels)
-        about = {"name": str(next(found, number + 1)), "category": prompt.category, "reference": prompt.reference}
+        language = str(prompt.labels.get("language") or "")
+        about = {"name": str(next(found, number + 1)), "category": prompt.category, "language": language}
+        about["reference"] = prompt.reference
         if prompt.is_text:
             return Question(number, prompt.user_turns, **about)
     messages = list(prompt.messages) if isinstance(prompt, Record) else prompt
@@ -228,7 +231,11 @@ class Bench:
             own = found[key]
             self._note(way, point, own)
             scores = self._scores(point, own, plain)
-            for part, belongs in parts_of(plain, [question.category for question in self.questions]):
+            labels = [
+                (question.category, f"language {question.language}" * bool(question.language))
+                for question in self.questions
+            ]
+            for part, belongs in parts_of(plain, labels):
                 chosen, of_plain = together(list(filter(belongs, own)), list(filter(belongs, plain)))
                 chosen, of_stock = together(chosen, list(filter(belongs, stock or chosen)))
                 if not chosen:

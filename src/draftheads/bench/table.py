@@ -283,18 +283,21 @@ COLUMNS = (
 )
 
 
-def parts_of(answers: Sequence[Answers], categories: Sequence[str]) -> Iterator[tuple[str, Callable[[Answers], bool]]]:
+def parts_of(
+    answers: Sequence[Answers], labels: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, Callable[[Answers], bool]]]:
     """The parts of the questions that have a row, with what tells whether answers belong to a part.
 
-    Single categories and turns have rows where prompts are answered one at a time: groups mix them.
-    ``categories`` are of the questions, by their number.
+    Single categories, languages and turns have rows where prompts are answered one at a time: groups mix them.
+    ``labels`` are of the questions, by their number: the same kinds of labels of each, empty where one is missing.
     """
     yield ALL, lambda _: True
     if any(len(answer.token_ids) > 1 for answer in answers):
         return
-    if len(names := dict.fromkeys(filter(None, categories))) > 1:
-        for name in names:
-            yield name, lambda answer, name=name: categories[answer.questions[0]] == name  # type: ignore[misc]
+    for kind in zip(*labels, strict=True):
+        names = dict.fromkeys(filter(None, kind))
+        for name in names if len(names) > 1 else ():
+            yield name, lambda answer, name=name, kind=kind: kind[answer.questions[0]] == name  # type: ignore[misc]
     if (turns := max(answer.turn for answer in answers)) > 0:
         for turn in range(turns + 1):
             yield f"{TURN}{turn + 1}", lambda answer, turn=turn: answer.turn == turn  # type: ignore[misc]

@@ -46,7 +46,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 TextPrompt = str | list[Message]  # a user's text, or a conversation
 _PROMPT_FORMS = ("prompt", "messages", "turns")  # the first one of them that is there counts
 _MADE = ("model", "time", "temperature", "seed", "index", "source")  # what we write beside "finished"
-_LABELS = ("id", "question_id", "category")  # kept beside the answer
+_LABELS = ("id", "question_id", "category", "language")  # kept beside the answer
 _NEEDED = (
     'needs "prompt" (text), "messages" (a list of objects with "role" and "content") or "turns" (a list of texts), '
     f"with something that the user says; {KNOWN_FORMS}"
@@ -78,7 +78,9 @@ class Record:
     path: Path = Path()
     line_number: int = 0  # counted from 1
     is_text: bool = False  # the line has texts of the user, not messages
-    labels: Mapping[str, Any] = field(default_factory=dict)  # id, question_id and category, where the line has them
+    labels: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # id, question_id, category and language, where the line has them
     finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
     is_completion: bool = False  # a text of the user and its completion, without a chat template
     tokens: RecordedTokens | None = None  # there are no messages if they are given

@@ -16,7 +16,7 @@ from draftheads.models.chat_template import special_ids
 from draftheads.reports.bench_page import bench_page
 from draftheads.reports.page import Page, Pieces, Plot, Point, Style, Table, render
 from draftheads.train.report import verdict_of
-from draftheads.utils.counts import counted
+from draftheads.utils.counts import counted, shares
 from draftheads.utils.files import write_atomic
 from draftheads.utils.provenance import as_json_values
 
@@ -45,6 +45,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
             f"{metrics.get('reading_seconds', 0):,.0f} seconds for hidden states and "
             f"{metrics['training_seconds']:,.0f} for training, which read "
             f"{metrics['tokens_per_second']:,.0f} tokens per second."
+            + (f" Scripts of the training text: {shares(scripts)}." if (scripts := metrics.get("scripts")) else "")
             + "".join(f" {line}." for line in metrics.get("left_out", ()))
         ),
         numbers=[

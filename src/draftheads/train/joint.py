@@ -225,6 +225,7 @@ class JointRun(Run):
         """Chats; the model changes, so hidden states are not stored."""
         self.progress.stage("reading data")
         texts = read_texts(self.target, self.options, self.left_out, self.progress)
+        self.scripts = texts.facts.get("scripts", {})
         layers = layers_read(self.options, self.target)
         return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
 

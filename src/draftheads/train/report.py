@@ -22,7 +22,7 @@ from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner
 from draftheads.train.losses import CHUNK_SIZE, ROW_LOSSES, find_predictions
-from draftheads.utils.counts import counted
+from draftheads.utils.counts import counted, shares
 
 BEST = "best"  # a run's folder of the head with the lowest held-out loss, and the name of its checkpoint
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
@@ -124,6 +124,7 @@ class Report:
     num_answer_tokens: int  # those among them that heads learn to predict
     num_held_out_tokens: int  # of held-out answers
     left_out: list[str]  # why chats were left out, a sentence for each reason
+    scripts: Mapping[str, int] | None = None  # letters of each script in a sample of the texts; None: not counted
     movement: Movement | None = None  # of joint training
     best_step: int | None = None  # with the lowest held-out loss during training, if it is not the last one
     best_loss: float | None = None  # of the head of that step, the mean over the heads
@@ -199,6 +200,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
     made = _FOLDERS.sub("", json.dumps({"options": dict(options), "provenance": dict(provenance)}, indent=2))
     model = shown_name(report.model_id)
     texts, held_out = counted(report.num_training_texts, "text"), counted(report.num_held_out_texts, "held-out text")
+    scripts = f" Scripts of the text: {shares(report.scripts)}." if report.scripts else ""
     # by these two fields `--head auto` finds a head on the Hub
     fields = f"---\nbase_model: {model}\ntags:\n- draftheads\n---\n\n" if "/" in model else ""
     return f"""{fields}# {report.method} head for {model}
@@ -206,7 +208,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
 Drafts {drafted} beyond the next one. With `draftheads`, {model} checks them itself.
 
 Trained on {texts} ({counted(report.num_training_tokens, "token")}, {report.num_answer_tokens:,} of them in answers)
-in {steps}, {seconds:,.0f} seconds with the hidden states. On {held_out}, how often the true
+in {steps}, {seconds:,.0f} seconds with the hidden states.{scripts} On {held_out}, how often the true
 token is among a head's most probable tokens:
 
 | head | loss | top-1 | top-3 | top-10 |

@@ -88,6 +88,7 @@ class Run:
         self.progress = progress
         self.folder = RunFolder(options, self.head_folder)
         self.left_out: LeftOut = {}
+        self.scripts: dict[str, int] = {}  # letters in a sample of the texts
 
     def run(self) -> Any:
         """The whole run; returns the report, in the first process at least."""
@@ -214,6 +215,7 @@ class Run:
             return self.claim(plan_training(checked_store(target, options.features, layers), options))
         self.progress.stage("reading data")
         texts = read_texts(target, options, self.left_out, self.progress)
+        self.scripts = texts.facts.get("scripts", {})
         data = self.claim(plan_training(LiveStore(target, texts), options))
         self.features, started = options.features or options.out / "features", time.monotonic()
         own = len(texts) if is_extracted(self.features) else stored(self.features)[0]
@@ -331,6 +333,7 @@ class Run:
             accuracy_by_rank=list(map(list, by_rank)),
             tree=[list(path) for path in measured.tree().paths[1:]],
             left_out=left_out_lines(self.left_out),
+            scripts=self.scripts,
             **measured.summary(),
         )
         return self.save(report, self.acceptance_profile(measured), folder)

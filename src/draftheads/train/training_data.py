@@ -5,11 +5,12 @@ import json
 import math
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
-from draftheads.utils.counts import counted
+from draftheads.utils.counts import counted, scripts_of
 from draftheads.utils.machine import by_all_cores
 from draftheads.utils.progress import NoProgress, Progress
 
 TEXT_PART, SECOND_STAGE_RATE = 5 / 7, 0.1  # of the MLP Speculator: 15k and 6k steps, and a tenth of the learning rate
 TEXTS_FOLDER = "texts"  # in --out, until the run is complete
 _TEXTS_PER_REPORT = 256
+_SCRIPT_TOKENS = 128  # of each text, the first that are learned, whose letters are counted by script
 MOST_BATCH_TOKENS = 4096  # more tokens of a step are several batches, whose gradients are added
 
 
@@ -117,7 +119,8 @@ def read_texts(
         chats = chat_texts(target, options.data, max_length=options.max_length, **given)
         texts = chain(blocks if options.text else (), chats if options.data else ())
         own = islice(known_texts(texts, target.vocab_size, lost), share[0], None, share[1])
-        Texts.write(folder, _shown(own, lines, progress or NoProgress()), {"key": key, "left_out": lost})
+        facts = {"key": key, "left_out": lost, "scripts": (scripts := Counter[str]())}
+        Texts.write(folder, _shown(_with_scripts(own, target, scripts), lines, progress or NoProgress()), facts)
     processes.wait()
     found = Texts.open(folder)
     (left_out if left_out is not None else {}).update(found.facts["left_out"])
@@ -142,6 +145,14 @@ def _lines_and_key(target: TargetModel, options: TrainOptions) -> tuple[dict[str
     )
     digest.update(json.dumps(facts).encode())
     return lines, digest.hexdigest()
+
+
+def _with_scripts(texts: Iterator[EncodedChat], target: TargetModel, scripts: Counter[str]) -> Iterator[EncodedChat]:
+    """The texts; ``scripts`` receives the letters of each script at the beginning of what is learned."""
+    for text in texts:
+        learned = [*islice(compress(text.token_ids, text.loss_mask), _SCRIPT_TOKENS)]
+        scripts.update(scripts_of(target.tokenizer.decode(learned, skip_special_tokens=True)))
+        yield text
 
 
 def _shown(texts: Iterator[EncodedChat], lines: Mapping[str, int], progress: Progress) -> Iterator[EncodedChat]:

@@ -1,5 +1,16 @@
 """Counts and sizes: whole blocks of them, and in words, for messages, tables and pages."""
 
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+
+_SCRIPTS = {  # by the first word of a letter's name in Unicode
+    **{name.upper(): name for name in ("Latin", "Cyrillic", "Arabic", "Devanagari", "Hangul", "Greek")},
+    "CJK": "Han",
+    **dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"), "Kana"),
+}
+
 
 def rounded_up(number: int, block: int) -> int:
     """The least number of whole blocks that has them all.
@@ -47,3 +58,33 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
             break
         number /= 1000
     return f"{shown} {unit}".rstrip()
+
+
+def scripts_of(text: str) -> Counter[str]:
+    """The number of letters of each script.
+
+    >>> dict(scripts_of("Да, yes: 東京タワー 12"))
+    {'Cyrillic': 2, 'Latin': 3, 'Han': 2, 'Kana': 3}
+    """
+    found = Counter[str]()
+    for letter, number in Counter(text).items():
+        if letter.isalpha():
+            found[_script(letter)] += number
+    return found
+
+
+@cache
+def _script(letter: str) -> str:
+    return _SCRIPTS.get(unicodedata.name(letter, "").partition(" ")[0], "other")
+
+
+def shares(numbers: Mapping[str, int]) -> str:
+    """Parts of a whole in words, the largest first.
+
+    >>> shares({"Han": 1, "Latin": 499, "Greek": 500})
+    'Greek 50 %, Latin 50 %, Han 0.1 %'
+    """
+    whole = sum(numbers.values())
+    largest = sorted(numbers.items(), key=lambda part: -part[1])
+    percent = ((name, 100 * number / whole) for name, number in largest if number)
+    return ", ".join(f"{name} {part:.0f} %" if part >= 1 else f"{name} {part:.1g} %" for name, part in percent)
