@@ -128,7 +128,7 @@ class AcceptanceProfile:
         Its next best one is accepted as often where the best one is not, and so on: that of rank r at depth d in
         a_d (1 - a_d)^r of all cases. Trees have up to so many nodes.
 
-        >>> AcceptanceProfile.of_rates([0.8, 0.5]).static_tokens[:4]
+        >>> AcceptanceProfile.of_rates([0.8, 0.5], num_nodes=4).static_tokens
         [1.0, 1.8, 2.2, 2.4000000000000004]
         """
         found: list[tuple[float, list[int]]] = []
