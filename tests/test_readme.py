@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from draftheads.cli.main import main
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -31,3 +33,10 @@ def test_the_extras_that_the_readme_names_exist():
     table = README.split("| extra | for |")[1].split("\n\n")[0]
     named = set(re.findall(r"`([a-z]+)`", " ".join(row.split("|")[1] for row in table.splitlines() if "|" in row)))
     assert {"demo", "serve", "lora", "docs"} <= named <= set(extras)
+
+
+def test_the_readme_shows_what_info_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """In a checkout, which has all heads."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["info"]) == 0
+    assert f"$ draftheads info\n{capsys.readouterr().out}```" in README
