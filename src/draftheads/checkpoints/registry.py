@@ -195,14 +195,8 @@ def is_model(name: str) -> bool:
     if is_hub_model(name):
         with contextlib.suppress(ModelNotFound):
             folder = _download(name, None, name, [CONFIG_FILE])
-        return _num_layers(folder) > _MOST_LAYERS
+        return bool(config_of(str(folder)).get("num_hidden_layers", 1) > _MOST_LAYERS)
     return folder.is_dir() and (find_adapter(folder) is not None or kind_of_folder(folder) == "model")
-
-
-def _num_layers(folder: Path) -> int:
-    config = json_in(folder / CONFIG_FILE)
-    number = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
-    return number if isinstance(number, int) else 1
 
 
 def head_name(name: object) -> str:

@@ -27,15 +27,9 @@ from draftheads.utils.messages import first_names
 NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
 _PROJECTS = (medusa, mlp_speculator, dflash, gguf, eagle, llama, mtp)
 FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
-# tags of heads on the Hub that can be read. A model with the tag mtp is a whole model: its layer is found in its files
-TAGS = tuple(
-    dict.fromkeys(
-        form.name
-        for project in _PROJECTS
-        if project is not mtp and any(form.read for form in project.FORMATS)
-        for form in project.FORMATS
-    )
-)
+# a model on the Hub with the tag mtp is a whole model: its layer is found in its files
+_ON_HUB = [project for project in _PROJECTS if project is not mtp and any(form.read for form in project.FORMATS)]
+TAGS = tuple(dict.fromkeys(form.name for project in _ON_HUB for form in project.FORMATS))  # of heads that can be read
 
 
 def is_published(path: Path) -> bool:
