@@ -105,12 +105,12 @@ def test_variants_of_an_ablation_are_trained_alike(name: str, shared: dict[str, 
         assert shared.items() <= vars(settings).items()
 
 
-SIZES = {  # method, heads, layers: what the papers compare
-    "medusa": ("medusa", 4, 1),
-    "hydra": ("hydra", 4, 1),
-    "hydra++": ("hydra++", 4, 4),
-    "amphista": ("amphista", 4, 1),
-    "mlp-speculator": ("mlp-speculator", 3, 1),
+SIZES = {  # method, heads, layers: what the papers compare; then loss and rate, of Hydra++ its code's
+    "medusa": ("medusa", 4, 1, "hard", 2e-3),
+    "hydra": ("hydra", 4, 1, "hard", 1e-3),
+    "hydra++": ("hydra++", 4, 4, "teacher", 5e-4),
+    "amphista": ("amphista", 4, 1, "amphista", 1e-3),
+    "mlp-speculator": ("mlp-speculator", 3, 1, "hard", 1e-3),
 }
 PAPER_HEADS = [name for name in TABLES if read_table(name).training]
 
@@ -130,8 +130,9 @@ def test_heads_of_the_papers_have_their_sizes_and_an_equal_budget(name: str, tmp
     stages = {"ibm-table-2": 7, "ibm-figure-4": 5}.get(name)
     found = planned(read_table(name), "smollm2-135m", tmp_path, {"data": (Path("chats.jsonl"),)})
     for variant, options in found.items():
-        method, heads, layers = SIZES[variant]
+        method, heads, layers, *learned = SIZES[variant]
         assert (options.method, options.num_heads, options.num_layers) == (method, stages or heads, layers)
+        assert [options.loss, options.learning_rate] == learned
         assert (options.epochs, options.warmup, options.batch_tokens, options.text) == (2, 0.05, 1024, ())
         assert (options.lm_head, options.draft_vocab_size, options.max_tokens) == ("shared", 8192, None)
     assert len({options.out for options in found.values()}) == len(found)
