@@ -28,6 +28,14 @@ def test_links_lead_to_files(place: str):
         assert [link for link in links if not (page.parent / link).exists()] == [], page.name
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/models.md", "docs/results/heads.md"])
+def test_pages_say_on_what_we_and_the_papers_measured(page: str):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("\n> ", " ").split())
+    assert re.search(r"none on a GPU|nothing was run on a GPU", text)
+    assert re.search(r"SmolLM2-135M|135 million parameters", text)
+    assert re.search(r"papers measured? [^.]*7 to 33 billion[^.]* A100 GPUs", text)
+
+
 def test_the_extras_that_the_readme_names_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     table = README.split("| extra | for |")[1].split("\n\n")[0]

@@ -1,5 +1,6 @@
 """The tables of papers that the package has: each can be measured, and has the numbers of its paper."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -354,6 +355,30 @@ def test_numbers_are_those_of_the_paper(
 ):
     published = read_table(table).published[model][row]
     assert tuple(published[column] for column in columns) == numbers
+
+
+def published_beside(page: str, section: str, row: str) -> list[float]:
+    """The numbers in round brackets of a row of the page with results."""
+    part = page.partition(f"\n**{section}")[2].partition("\n**")[0]
+    (line,) = re.findall(rf"^\| (?:\*[^|]*\* )?{re.escape(row)} \|(.*)$", part, re.MULTILINE)
+    return [float(number) for number in re.findall(r" \(([\d.]+)\)", line)]
+
+
+def test_the_page_with_results_has_the_papers_numbers_in_brackets():
+    page = (Path(__file__).parents[3] / "docs" / "results" / "papers.md").read_text(encoding="utf-8")
+    for table, rows in (
+        ("amphista-table-1", ("lookahead", "medusa", "hydra++", "amphista")),
+        ("amphista-table-2", ("medusa, typical", "hydra++, typical", "amphista, typical")),
+    ):
+        published = read_table(table).published["Vicuna 7B"]
+        for row in rows:
+            assert published_beside(page, "Amphista, tables 1", row) == [published[row][task] for task in TASKS], row
+    published = read_table("ibm-table-1").published["Llama 2 7B"]
+    for row, label in (("plain", "plain"), *((f"k = {k}", f"mlp-speculator, k = {k}") for k in (1, 4, 32))):
+        expected = [*published[f"{label}, prompt 64"].values(), *published[f"{label}, prompt 2048"].values()]
+        assert published_beside(page, "MLP Speculator", row) == expected, row
+    (sizes,) = read_table("amphista-table-6").published["Vicuna"].values()
+    assert ", ".join(f"{number:.2f}" for number in sizes.values()) in page
 
 
 @pytest.mark.parametrize("name", ["amphista-table-1", "amphista-table-2", "amphista-table-4", "amphista-table-5"])
