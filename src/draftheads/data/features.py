@@ -280,7 +280,8 @@ class FeatureStore(Documents):
         """
         meta = read_meta(folder)
         if meta is None:
-            raise DataError(f"{folder}: no meta.json, so this is not a feature store")
+            fix = "give a folder of `draftheads train --features`; files of vLLM are read by train alone, with --data"
+            raise DataError(f"{folder}: no meta.json, so this is not a feature store: {fix}")
         check_stored_layers(folder, meta, meta.layers if layers is None else layers)
         self.folder, self.meta, self.fingerprint = folder, meta, meta.fingerprint
         self._parts = None if layers is None or list(layers) == meta.layers else [*map(meta.layers.index, layers), -1]
