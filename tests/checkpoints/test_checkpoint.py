@@ -60,7 +60,7 @@ def tiny_base(
 
 def random_head(base: TargetModel, method: str = "medusa", **options: Any) -> DraftHead:
     """A head that reads the last hidden state."""
-    own = {"layers": []} if method in ("eagle3", "dflash", "dspark") else {}
+    own = {"layers": []} if method in ("eagle3", "dflash", "dflash2", "dspark") else {}
     return tiny_head(method, base, **own, **options)
 
 

@@ -191,6 +191,6 @@ def test_it_says_so_if_nothing_is_drafted(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Planner, "choose", lambda *_, **__: (None, 1, 1.0))
     words = generate.no_draft_sentence(engine, options) or ""
     assert "drafts no tokens of its own here, only copies" in words
-    assert words.endswith("on your prompts: draftheads tune model medusa --prompts FILE")
+    assert words.endswith(f"on your prompts: draftheads tune model {folder / 'medusa'} --prompts FILE")
     monkeypatch.setattr(Planner, "choose", lambda *_, **__: (object(), 3, 1.0))
     assert generate.no_draft_sentence(engine, options) is None
