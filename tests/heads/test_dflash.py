@@ -292,7 +292,7 @@ def test_a_new_head_starts_as_a_linear_one(method: str, layers: list[int]) -> No
     assert float((every * ahead).sum() / every.square().sum()) == pytest.approx(1.0, abs=0.05)  # the norm fits, too
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_a_new_head_starts_with_what_the_root_tells(method: str) -> None:
     """The next hidden state is a turn of the last one plus a linear function of the root's embedding."""
     model = tiny_model("llama")

@@ -57,7 +57,7 @@ def assert_equal_in_all_plans(module: nn.Module, batches: Any, **inputs: Any) ->
 
 
 def options(method: str, **changes: Any) -> Any:
-    if method in ("eagle3", "dflash", "dspark"):  # the hidden states are those of the last layer
+    if method in ("eagle3", "dflash", "dflash2", "dspark"):  # the hidden states are those of the last layer
         changes["head_options"] = ("layers=[]",)
     return train_options(Path("out"), Path("x"), **{"method": method, "draft_vocab_size": 40, **changes})
 
