@@ -236,7 +236,7 @@ class Run:
         with TemporaryDirectory(dir=self.options.out) as folder:
             how: Any = {"tokenizer": self.target.tokenizer, "dtype": self.target.dtype, "spread_to": Path(folder)}
             model: Any = load_pretrained(self.options.model, **how)[0]
-            places = Counter(map(str, model.hf_device_map.values()))
+            places = Counter(map(str, getattr(model, "hf_device_map", {"": model.device}).values()))  # none if it fits
             parts = (f"{counted(number, 'part')} on {place}" for place, number in places.items())
             self.progress.stage(f"this device does not hold the model, which is spread: {', '.join(parts)}")
             yield replace(self.target, model=model, only_reads=True)
