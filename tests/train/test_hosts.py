@@ -78,13 +78,16 @@ def test_the_processes_that_see_one_folder(
 ):
     launched = Launched(monkeypatch, hosts)
 
-    def both(number: int) -> tuple[Group, bool]:
+    def facts(number: int) -> tuple[Group, bool, int]:
         folder = tmp_path / ("one" if is_shared else str(hosts[number]))
-        return processes.group(folder), processes.writes(folder)
+        own = 10 if is_shared else 10 + hosts[number]
+        return processes.group(folder), processes.writes(folder), processes.of_all(folder, own)
 
-    found = launched.run(both)
-    assert [group for group, _ in found] == expected
-    assert [writes for _, writes in found] == [group.number == 0 for group in expected]
+    found = launched.run(facts)
+    assert [group for group, *_ in found] == expected
+    assert [writes for _, writes, _ in found] == [group.number == 0 for group in expected]
+    total = 10 if is_shared else sum(10 + host for host in {*hosts})
+    assert [each for *_, each in found] == [total] * len(hosts)
     assert not list(tmp_path.rglob(".seen-*"))
 
 
