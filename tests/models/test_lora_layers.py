@@ -22,7 +22,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_layers import with_lora
 from draftheads.runners import runner_for
 from draftheads.settings import ROUNDED_BITS
-from families import FAMILIES, GROWING, PROMPTS, needs_library, tiny_head, tiny_model
+from families import FAMILIES, GROWING, HAS_RECURRENT, PROMPTS, needs_library, tiny_head, tiny_model
 from joint_world import on_disk
 from training_world import chat_model
 
@@ -250,12 +250,14 @@ def test_unknown_keys_and_tensors_are_refused_by_name(name: str, value: Any, tmp
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", *(["qwen3_5_text", "falcon_h1"] if HAS_RECURRENT else [])])
 def test_an_adapter_has_native_passes_whose_bits_depend_on_no_other_token(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    base = tiny_model(family, hidden_size=64, intermediate_size=64, dtype=dtype)
-    folder = saved_adapter(base, tmp_path / "a", rank=20)
+    more = {"ssm_multipliers": [1.2, 0.8, 1.1, 0.7, 1.5], "key_multiplier": 0.8} if family == "falcon_h1" else {}
+    base = tiny_model(family, hidden_size=64, intermediate_size=64, dtype=dtype, **more)
+    targets = ("in_proj", "k_proj", "down_proj", "lm_head") if family == "falcon_h1" else ()  # peft takes no out_proj
+    folder = saved_adapter(base, tmp_path / "a", rank=20, targets=targets)
     expected = merged(base, folder)
     adapted = with_lora(base.sped_up(), folder)
     assert adapted.native is not None
