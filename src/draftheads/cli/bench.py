@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +40,9 @@ from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.provenance import machine_in_words
+
+if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
 
 _FEW = 4  # of our own questions of each category
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
@@ -106,7 +109,7 @@ def _run_synthetic(options: BenchOptions, console: Console) -> None:
             settings = ReplaySettings(max_new_tokens=BenchSettings.max_new_tokens)
             asked = encoded(engine.model, [record.prompt for record in questions_of(options)], settings)
             answers = own_answers(engine.model, asked, settings, folder=Path(folder), progress=progress)
-            drafter = Synthetic(engine.drafter, options.rates, answers)
+            drafter = Synthetic(cast("DraftHead", engine.drafter), options.rates, answers)
             found, problems = time_trees(engine, [1], asked, folder=Path(folder), progress=progress, drafter=drafter)
             rows = found[1]
     shown = [column for column in SIZE_COLUMNS if options.costs is None or "measured" not in column.heading]

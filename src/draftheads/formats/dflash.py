@@ -91,7 +91,7 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     """Sizes, layers and the kind of block are those of ``config.json``; a Markov head makes it a DSpark head."""
     source.need_config("it says which layers the head reads, and what stands for a masked token")
     given: dict[str, Any] = {**source.config, **(source.config.get(_OF_ITSELF) or {})}
-    layer: dict[str, Any] = given.get("transformer_layer_config") or given
+    layer: Mapping[str, Any] = given.get("transformer_layer_config") or given
     parts = {name.partition(".")[0] for name in source.shapes}
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
     # DeepSpec begins with all keys of the base's configuration: what is as there tells of the base
@@ -126,7 +126,7 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     unused |= confidence | {name for name in source.shapes if name.startswith(_VERIFIER)}
     config: BlockConfig = DFlashConfig(**options)
     if "candidate_selector" in parts:
-        sizes = {ours: source.number(theirs, given=given) for theirs, ours in _SELECTOR.items()}
+        sizes: dict[str, Any] = {ours: source.number(theirs, given=given) for theirs, ours in _SELECTOR.items()}
         if missing := sorted(name for name in _SELECTOR if given.get(name) is None):
             raise source.wrong(f"{', '.join(missing)} is missing, and the tensors are those of DFlash2")
         config = DFlash2Config(**options, **sizes, own_embedding=True)
@@ -203,7 +203,8 @@ def _mask_embedding(source: Source, token_id: int, size: int) -> Tensor | None:
         raise CheckpointCorrupt(f"{file} is for the token {given['mask_token_id']}, and mask_token_id is {token_id}")
     if len(found) != 1 or not isinstance(found[0], Tensor) or found[0].numel() != size:
         raise CheckpointCorrupt(f"{file} must hold one embedding of {size} numbers, the model's hidden_size")
-    return found[0].flatten()
+    embedding: Tensor = found[0].flatten()
+    return embedding
 
 
 def _in_halves(config: BlockConfig, names: Mapping[str, str]) -> dict[str, Made]:
@@ -211,7 +212,8 @@ def _in_halves(config: BlockConfig, names: Mapping[str, str]) -> dict[str, Made]
     order = torch.arange(config.head_size).view(-1, 2).T.flatten()
 
     def ordered(weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (-1, config.head_size))[:, order].flatten(0, 1)
+        heads: Tensor = weight.unflatten(0, (-1, config.head_size))
+        return heads[:, order].flatten(0, 1)
 
     turned = (f"{part}_{kind}" for part in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight"))
     endings = tuple(f".{name}" for name in turned)

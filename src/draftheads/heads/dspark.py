@@ -12,7 +12,7 @@ pairs of a block are known after one pass, so that its lattice is a tree, too.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,7 @@ class MarkovBias(DraftHead):
         self.up = linears(count, rank, config.num_draft_tokens)
         self.is_recurrent = getattr(config, "recurrent", False)
         read = 3 * rank if self.is_recurrent else rank
+        self.rank: int = rank
         has_gates = config.gated or self.is_recurrent
         self.gates = linears(count if has_gates else 0, size, read, bias=not self.has_linear_gate)
         self.token_gates = linears(count if config.gate_reads_token or self.is_recurrent else 0, rank, read)
@@ -119,7 +120,7 @@ class MarkovBias(DraftHead):
     def with_gates(self, logits: Tensor, features: list[Tensor], token_ids: Tensor) -> MarkovState:
         """At the roots (B,): logits (depth, B, V') without a bias, and each depth's features (B, D)."""
         gates = [self.gate(depth, part).expand(len(part), -1) for depth, part in enumerate(features)]
-        memory = gates[0].new_zeros(len(token_ids), 1, self.up[0].in_features if self.is_recurrent else 0)
+        memory = gates[0].new_zeros(len(token_ids), 1, self.rank if self.is_recurrent else 0)
         return MarkovState(logits, torch.stack(gates), token_ids[:, None], memory)
 
     def predict(self, state: Any, depth: int) -> Tensor:
@@ -194,7 +195,7 @@ class DSparkHead(MarkovBias, DFlashHead):
         before = [token_ids.roll(-(i + 1), dims=1).gather(1, at) for i in range(len(found))]  # no wrapped tail is used
         if not self.is_recurrent:
             return torch.stack([self.biased(rows, rows, before[i], i) for i, rows in enumerate(found)])
-        made, memory = [], found.new_zeros(*at.shape, self.up[0].in_features)
+        made, memory = [], found.new_zeros(*at.shape, self.rank)
         for i, rows in enumerate(found):
             scores, memory = self.turned(i, self.gate(i, rows), self.scores(before[i], i), memory)
             made.append(torch.cat([rows, scores], -1))
@@ -309,8 +310,9 @@ class DFlash2Head(DSparkHead):
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.num_candidates = min(config.num_candidates, config.num_draft_tokens)
-        self.up = nn.ModuleList([Codebook(config.markov_rank, config.num_draft_tokens, bias=False)])
-        nn.init.zeros_(self.up[0].weight)
+        codebook = Codebook(config.markov_rank, config.num_draft_tokens, bias=False)
+        nn.init.zeros_(codebook.weight)
+        self.up = nn.ModuleList([codebook])
 
     def begin(self, root: Root, depth: int) -> Any:
         """All that does not depend on the path."""
@@ -321,10 +323,10 @@ class DFlash2Head(DSparkHead):
     def predict(self, state: Any, depth: int) -> Tensor:
         """Logits (B, W, V'), minus infinity but for the candidates."""
         scores = self.gated(depth, state.gates[depth][:, None], self.scores(state.token_ids, depth))  # (B, W, r)
-        places = state.candidates[depth]
-        pairs = torch.einsum("bwr,bkr->bwk", scores, self.up[0].weight[places])
+        places, codebook = state.candidates[depth], cast("Codebook", self.up[0])
+        pairs = torch.einsum("bwr,bkr->bwk", scores, codebook.weight[places])
         logits = pairs + state.logits[depth][:, None]
-        whole = logits.new_full((*logits.shape[:2], self.up[0].out_features), -torch.inf)
+        whole = logits.new_full((*logits.shape[:2], codebook.out_features), -torch.inf)
         return whole.scatter(-1, places[:, None].expand_as(logits), logits)
 
     def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
