@@ -239,13 +239,23 @@ def test_a_model_without_a_chat_template_continues_prompts_as_texts(tmp_path: Pa
         run(target, replace(chats, num_self_talk=1))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (100, r"(?P<seconds>1,\d\d\d) s/answer, \d\.\d tokens/s"),
+        (0.01, r"(?P<rate>\d+\.\d) answers/s, (?P<tokens>[\d.]+) tokens/s"),
+    ],
+)
 def test_slow_answers_are_shown_by_their_seconds(
-    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, shown: str
 ) -> None:
-    clock, progress = count(0, 100), FakeProgress()
+    clock, progress = count(0, seconds), FakeProgress()
     monkeypatch.setattr(distillation, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    run(target, options(tmp_path), progress)
-    assert re.fullmatch(r"1,\d\d\d s/answer, \d\.\d tokens/s", progress.last[2])
+    counts = run(target, options(tmp_path), progress).counts
+    found = re.fullmatch(shown, progress.last[2])
+    assert found
+    if rate := found.groupdict().get("rate"):
+        assert float(found["tokens"]) / float(rate) == pytest.approx(counts["tokens"] / counts["answers"], rel=0.05)
 
 
 # --- the manifest ---
