@@ -283,6 +283,9 @@ class ConvolvedLayer(TransformerLayer):
         return x + self.mlp_conv(self.feed_forward(self.mlp_conv(normed, normed, 0)), normed, 1)
 
 
+_MEASURED = 8  # texts, of which the gate's start is known
+
+
 class Codebook(nn.Linear):
     """A linear layer whose single rows are read, so that it is not packed."""
 
@@ -313,6 +316,21 @@ class DFlash2Head(DSparkHead):
         codebook = Codebook(config.markov_rank, config.num_draft_tokens, bias=False)
         nn.init.zeros_(codebook.weight)
         self.up = nn.ModuleList([codebook])
+
+    @torch.no_grad()
+    def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Also sets W: each of its numbers is about 1 for the rows of a text, as a gate of DSpark is at first.
+
+        With numbers of random signs little would be learned from the pairs on little text.
+        """
+        taken = first_texts(texts, self.fc.in_features)
+        super().start_near(taken)
+        rows = [self(self.split(hidden)[0][None], ids[None])[:, 0, :-1] for hidden, ids in taken[:_MEASURED]]
+        if any(part.numel() for part in rows):
+            size = self.config.hidden_size
+            mean = torch.cat([part[..., :size].flatten(0, 1) for part in rows]).mean(0)
+            gate: Any = self.gates[0]
+            gate.weight.copy_((mean / mean.square().sum()).expand_as(gate.weight))
 
     def begin(self, root: Root, depth: int) -> Any:
         """All that does not depend on the path."""
