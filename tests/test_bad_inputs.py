@@ -112,7 +112,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[str, ...]] = {
     "generate --prompts wizard.jsonl --model model": ("wizard.jsonl:1", "'wizard'", "assistant"),
     "generate abc --model model --out empty": ("empty", "folder"),
     "tune model": ("--head",),
-    "info not-a-head": ("not-a-head", "not a draft head"),
+    "info empty": ("empty", "config.json is missing; a head's folder has"),
     "train --method medusa --model model --data chats.jsonl --out out --num-heads 1000000": ("1000000", "--num-heads"),
     "train --method medusa --model model --data chats.jsonl --out out --head-options foo=1": ("foo", "medusa"),
     "train --method medusaa --model model --data chats.jsonl --out out": ("medusaa", "choose one of"),
