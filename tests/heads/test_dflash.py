@@ -15,6 +15,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import unused_token
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
+from draftheads.testing import check_head
 from draftheads.train.learner import Learner
 from draftheads.train.losses import find_predictions, random_places
 from families import propose, tiny_head, tiny_model
@@ -351,3 +352,14 @@ def test_the_bias_of_a_new_head_reads_what_tells_the_next_hidden_state(own_embed
     assert float(scores.square().mean()) == pytest.approx(1.0, rel=0.2)
     left = told[ids] - scores @ torch.linalg.lstsq(scores, told[ids]).solution
     assert float(left.square().sum()) < 0.01 * float(told[ids].square().sum())
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dspark", {"gated": False, "recurrent": True}),
+        ("dflash2", {"num_candidates": 64, "num_layers": 2, "windows": [4, 2], "kernel_taps": 3}),
+    ],
+)
+def test_each_node_of_a_tree_has_what_its_own_path_makes(method: str, options: dict[str, Any]) -> None:
+    check_head(method, **options)

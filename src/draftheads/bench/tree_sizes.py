@@ -126,7 +126,7 @@ def forecast(profile: AcceptanceProfile, costs: StepCosts) -> list[Row]:
     plain = Row(name="predicted", tokens_per_step=1.0, tokens_per_second=1.0, speedup=1.0)
     return [
         _with_predicted(replace(plain, settings={"num_nodes": size}), profile.static_tokens, 1e3 * speeds)
-        for size in (1, *_SIZES)
+        for size in (1, *_SIZES, 64)
         if size <= len(speeds)
     ]
 

@@ -96,10 +96,8 @@ def run(options: BenchOptions, *, max_seconds: float = math.inf) -> None:
 
 def _run_synthetic(options: BenchOptions, console: Console) -> None:
     """What a head of given acceptance would bring."""
-    profile, method = (
-        AcceptanceProfile.of_rates(options.rates, _LARGEST if options.costs is None else MAX_NODES),
-        (*options.heads, "hydra")[0],
-    )
+    profile = AcceptanceProfile.of_rates(options.rates, _LARGEST if options.costs is None else MAX_NODES)
+    method = (*options.heads, "hydra")[0]
     if options.costs is not None:
         rows, problems = forecast(profile, read_costs(options.costs)), list[dict[str, Any]]()
     else:

@@ -56,15 +56,8 @@ _OTHERWISE: dict[str, tuple[object, str]] = {  # keys whose other values make ot
 }
 _CAUSAL, _NEOX = ("causal", "causal_head", "is_causal"), ("rope_is_neox_style", "is_neox_style")
 _KEYS = {  # beside those of its layers
-    *(
-        *_CAUSAL,
-        *_NEOX,
-        "use_swa",
-        "swa_window_size",
-        "sliding_window_non_causal",
-        "max_anchors",
-        "confidence_head_alpha",
-    ),
+    *(*_CAUSAL, *_NEOX, "use_swa", "swa_window_size", "sliding_window_non_causal"),
+    *("max_anchors", "confidence_head_alpha"),  # of training
     *("runtime_block_size", "confidence_temperatures"),  # how many draft tokens a server takes: here `tune` finds it
     *(_OF_ITSELF, *_SHIFTED, "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "target_layer_ids"),
     *("num_target_layers", "input_embedding_scale", "draft_vocab_size", "target_hidden_size", "num_anchors"),

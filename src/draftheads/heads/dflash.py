@@ -103,7 +103,8 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         self.mask_token_id = config.mask_token_id
         self.windows = [*config.windows] or [0] * config.num_layers
         self.causal_layers = frozenset(config.causal_layers)
-        if config.own_mask:
+        self.own_mask = config.own_mask
+        if self.own_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(size))  # as rows of the target's embedding are
 
     def new_layer(self, config: BlockConfig) -> TransformerLayer:
@@ -124,7 +125,7 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         if not taken:
             return
         mask = taken[0][2].new_tensor(self.mask_token_id)
-        if hasattr(self, "mask_embedding"):
+        if self.own_mask:
             self.mask_embedding.copy_(self.scaled_embedding(mask) / self.embedding_scale)
         if self.hidden_layers:
             self.fc.weight.copy_(linear_fit((states, last) for states, last, _ in taken))
@@ -187,7 +188,7 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         """What the body reads of blocks that begin with these tokens: (…) -> (…, S, D)."""
         masks = root_ids.new_full((*root_ids.shape, self.block_size - 1), self.mask_token_id)
         rows = self.scaled_embedding(torch.cat([root_ids[..., None], masks], -1))
-        if not hasattr(self, "mask_embedding"):
+        if not self.own_mask:
             return rows
         own = (self.mask_embedding * self.embedding_scale).expand_as(rows[..., 1:, :])
         return torch.cat([rows[..., :1, :], own.to(rows.dtype)], -2)

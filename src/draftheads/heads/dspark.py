@@ -243,12 +243,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        self.rows, self.group, taps, size = (
-            config.block_size,
-            config.kernel_group,
-            config.kernel_taps,
-            config.hidden_size,
-        )
+        self.rows, self.group = config.block_size, config.kernel_group
+        taps, size = config.kernel_taps, config.hidden_size
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
         self.kernel_projection = zero_linear(size, 2 * taps * size // self.group, bias=False)
         nn.init.ones_(self.base_kernel.data[:, 0])
