@@ -1,6 +1,7 @@
 """Makes the heads that come with the package: trains them on the same text, and writes their folders and model cards.
 
-1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; resumes if it was stopped.
+1. ``python tools/zoo_text.py …`` makes the text: the model's own answers.
+   ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; resumes if it was stopped.
 2. ``draftheads tune smollm2-135m WORK/medusa`` …: the acceptance profile of each, on the model's own answers.
 3. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
 4. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
