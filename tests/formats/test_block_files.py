@@ -26,6 +26,7 @@ from draftheads.errors import (
     UnsupportedModel,
 )
 from draftheads.formats.dflash import write_dflash, write_dspark, write_speculators
+from draftheads.formats.dflash2 import write_dflash2
 from draftheads.formats.reading import convert
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -424,6 +425,8 @@ def test_relatives_that_cannot_be_represented_are_refused_by_name(tmp_path: Path
         ("dspark", write_speculators, {"gated": False}),
         ("dflash", write_speculators, PART),
         ("dflash", write_speculators, {"embedding_scale": 7.0}),
+        ("dflash2", write_dflash2, {"kernel_taps": 3, "kernel_group": 8, "num_candidates": 9, "markov_rank": 5}),
+        ("dflash2", write_dflash2, {"own_embedding": True, "embedding_scale": 7.0, "num_layers": 2}),
     ],
 )
 @torch.no_grad()
@@ -432,7 +435,7 @@ def test_ours_comes_back(
 ) -> None:
     head = tiny_head(method, model, **options)
     for name, parameter in head.named_parameters():
-        if name.startswith(("up.", "gates.", "token_gates.")):
+        if name.startswith(("up.", "gates.", "token_gates.")) or "_conv." in name:
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     about, tensors = write(head, model, "base")
     (tmp_path / "theirs").mkdir()
@@ -441,7 +444,8 @@ def test_ours_comes_back(
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(about), encoding="utf-8")
     convert(tmp_path / "theirs", tmp_path / "back", base=model)
     back = load_head(tmp_path / "back", model)
-    assert back.config.num_heads == head.config.num_heads
+    same = {"num_heads", "num_candidates", "kernel_taps", "kernel_group"} & head.config.options().keys()
+    assert {name: getattr(back.config, name) for name in same} == {name: getattr(head.config, name) for name in same}
     assert back.config.draft_vocab_size == (None if write is write_dflash else head.config.draft_vocab_size)
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers))[0]
     ours, theirs = (
@@ -468,6 +472,9 @@ def test_the_files_that_are_written_have_what_engines_read(model: TargetModel) -
     assert given["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert given["speculators_config"]["verifier"]["name_or_path"] == "some/base"
     assert "embed_tokens.weight" not in tensors
+    given, tensors = write_dflash2(tiny_head("dflash2", model), model)
+    assert (given["architectures"], given["dflash_config"]["selector_top_k"]) == (["DFlash2DraftModel"], 16)
+    assert {"candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel"} <= set(tensors)
     _, tensors = write_speculators(tiny_head("dspark", model), model, "some/base")
     assert not {"lm_head.weight", "d2t", "t2d"} & set(tensors)
 
@@ -481,6 +488,9 @@ def test_the_files_that_are_written_have_what_engines_read(model: TargetModel) -
         ("dspark", write_dspark, PART, r"predicts 20 of \d+ tokens, .* --to speculators, or train"),
         ("dspark", write_speculators, {"lm_head": "own"}, "train it with --lm-head shared"),
         ("dflash", write_speculators, {"is_shifted": True}, "train it with --head-options is_shifted=false"),
+        ("dflash2", write_dflash2, PART, r"predicts 20 of \d+ tokens, .* train it with --draft-vocab-size 0"),
+        ("dflash2", write_dflash2, {"is_shifted": True}, "train it with --head-options is_shifted=false"),
+        ("dflash2", write_dflash2, {"lm_head": "own"}, "train it with --lm-head shared"),
     ],
 )
 def test_what_a_layout_has_no_place_for_is_an_error(
@@ -490,7 +500,7 @@ def test_what_a_layout_has_no_place_for_is_an_error(
         write(tiny_head(method, model, **options), model, "base")
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_export_names_the_engines_commands(method: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model")
     target = TargetModel.load(name, dtype=torch.float32)
@@ -498,8 +508,9 @@ def test_export_names_the_engines_commands(method: str, tmp_path: Path) -> None:
     done = export_head(tmp_path / "head", tmp_path / "out", model=name)
     assert (done.layout, list(done.commands)) == (method, ["vLLM", "SGLang"])
     given = json.loads(shlex.split(done.commands["vLLM"])[-1])
-    assert given == {"method": method, "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
-    assert f"--speculative-algorithm {method.upper()} " in done.commands["SGLang"]
+    algorithm = method.removesuffix("2")  # engines tell DFlash2 by its architecture
+    assert given == {"method": algorithm, "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
+    assert f"--speculative-algorithm {algorithm.upper()} " in done.commands["SGLang"]
     refused = f"--to openvino is not for heads of the method {method}.* For openvino "
     with pytest.raises(InvalidSettings, match=refused) as caught:
         export_head(tmp_path / "head", tmp_path / "other", model=name, to="openvino")

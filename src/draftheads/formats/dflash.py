@@ -1,11 +1,11 @@
-"""DFlash, DFlash2 and DSpark: z-lab's, DeepSpec's and speculators' files are read and written, ModelOpt's are read.
+"""DFlash and DSpark: z-lab's, DeepSpec's and speculators' files are read and written, ModelOpt's are read.
 
 The body has the same names in all of them. z-lab and DeepSpec count layers by what leaves them: layer i of ours, whose
 input is read, is i - 1 there, and -1 is the embedding. speculators counts as we do.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from draftheads.formats.layout import (
 from draftheads.formats.llama import LAYER_KEYS, layer_names, layer_options, llama_config, scaled_otherwise
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
-from draftheads.heads.dspark import DFlash2Config, DSparkConfig, DSparkHead
+from draftheads.heads.dspark import DSparkConfig, DSparkHead
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
@@ -64,8 +64,6 @@ _KEYS = {  # beside those of its layers
     *("transformer_layer_config", "speculators_config", "markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov", "projector_type"),
 }
-_SELECTOR = {"selector_rank": "markov_rank", "selector_top_k": "num_candidates"}  # of DFlash2, by our names
-_SELECTOR |= {"conv_kernel_size": "kernel_taps", "conv_group_size": "kernel_group"}
 _PROJECTORS = (None, "dflash", "dspark")  # of ModelOpt
 _BODY = {"fc", "hidden_norm", "norm", "layers"}
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -73,6 +71,7 @@ _MARKOV = ("markov_head", "markov_w1", "markov_w2", "gate_proj", "joint_proj")  
 _CONFIDENCE = ("confidence_head", "confidence_proj")
 _VERIFIER = ("verifier_norm", "verifier_lm_head")  # the base's, in files of speculators' training
 _MASK_FILE = "mask_embedding.pt"
+Make = Callable[[Source, Mapping[str, Any], dict[str, Any]], tuple[BlockConfig, dict[str, str | Made]]]
 
 
 def is_dflash(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -80,8 +79,15 @@ def is_dflash(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= shapes.keys()
 
 
-def block_layout(source: Source, base: TargetModel) -> Layout:
-    """Sizes, layers and the kind of block are those of ``config.json``; a Markov head makes it a DSpark head."""
+def block_layout(source: Source, base: TargetModel, *, keys: Collection[str] = (), make: Make | None = None) -> Layout:
+    """Sizes, layers and the kind of block are those of ``config.json``; a Markov head makes it a DSpark head.
+
+    Args:
+        source: the files.
+        base: the model that the head is for.
+        keys: of the configuration, which another kind of head on this body has.
+        make: the configuration and the names of that kind's own tensors.
+    """
     source.need_config("it says which layers the head reads, and what stands for a masked token")
     given: dict[str, Any] = {**source.config, **(source.config.get(_OF_ITSELF) or {})}
     layer: Mapping[str, Any] = given.get("transformer_layer_config") or given
@@ -89,7 +95,7 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
     # DeepSpec begins with all keys of the base's configuration: what is as there tells of the base
     its_own = {name: value for name, value in {**layer, **given}.items() if getattr(base.config, name, None) != value}
-    check_keys(source, [*_KEYS, *_SELECTOR, *_OTHERWISE, *LAYER_KEYS], its_own)
+    check_keys(source, [*_KEYS, *keys, *_OTHERWISE, *LAYER_KEYS], its_own)
     _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else {})
     is_shifted, guesses = _is_shifted(source, given, is_markov=is_markov)
     block = source.number("block_size", most=MOST_DEPTH, given=given)
@@ -118,18 +124,15 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
         warnings.warn(f"{source.path}: {unread}; {why}", SpeedWarning, stacklevel=2)
     unused |= confidence | {name for name in source.shapes if name.startswith(_VERIFIER)}
     config: BlockConfig = DFlashConfig(**options)
-    if "candidate_selector" in parts:
-        sizes: dict[str, Any] = {ours: source.number(theirs, given=given) for theirs, ours in _SELECTOR.items()}
-        if missing := sorted(name for name in _SELECTOR if given.get(name) is None):
-            raise source.wrong(f"{', '.join(missing)} is missing, and the tensors are those of DFlash2")
-        config = DFlash2Config(**options, **sizes, own_embedding=True)
-        names |= selector_names(config, source)
+    if make is not None:
+        config, own = make(source, given, options)
+        names |= own
     elif is_markov:
         config = DSparkConfig(**options, **markov_options(source, given), own_embedding=True)
         names |= markov_names(config, "" if "markov_w1.weight" in source.shapes else "markov_head.")
     if own_mask is not None:
         names["mask_embedding"] = Made((), lambda: own_mask)
-    kind = {"dflash": "a DFlash head", "dflash2": "a DFlash2 head", "dspark": "a DSpark head"}[config.method]
+    kind = f"a {config.paper.partition(',')[0]} head"
     body_names: dict[str, str | Made] = {**dflash_names(config)}
     if _flag(source, given, _NEOX) is False:
         body_names |= _in_halves(config, dflash_names(config))
@@ -299,20 +302,21 @@ def dflash_names(config: BlockConfig) -> dict[str, str]:
     return names
 
 
-def body(head: DraftHead, target: TargetModel) -> Written:
+def body(head: DraftHead, target: TargetModel, *, has_scale: bool = False) -> Written:
     """The configuration of the layers, and the body's tensors by their published names.
 
-    The layouts have no scale of embeddings. What layers add is divided by the scale instead, and all else is normed,
-    with an epsilon for smaller numbers.
+    Without ``has_scale`` the layout has no scale of embeddings. What layers add is divided by the scale instead, and
+    all else is normed, with an epsilon for smaller numbers.
     """
     config: Any = head.config
+    scale = 1.0 if has_scale else head.embedding_scale
     tensors = {theirs: head.state_dict()[ours] for ours, theirs in dflash_names(config).items()}
     added = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
-    tensors |= {name: tensors[name].float() / head.embedding_scale for name in added}
+    tensors |= {name: tensors[name].float() / scale for name in added}
     about = {
         "model_type": "qwen3",
         **llama_config(config, target),
-        "rms_norm_eps": config.norm_epsilon / head.embedding_scale**2,
+        "rms_norm_eps": config.norm_epsilon / scale**2,
         "layer_types": ["full_attention"] * config.num_layers,
     }
     return about, tensors
@@ -330,7 +334,7 @@ def obstacles(config: BlockConfig, target: TargetModel) -> Reasons:
         or config.own_mask
         or getattr(config, "recurrent", False),
         "the head's blocks are shifted, and engines refuse DFlash heads whose first row predicts: train it with "
-        "--head-options is_shifted=false": config.method == "dflash" and config.is_shifted,
+        "--head-options is_shifted=false": config.method != "dspark" and config.is_shifted,
     }
 
 
@@ -405,18 +409,6 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     if config.draft_vocab_size is not None:
         tensors |= {_LM_HEAD: lm_head_of(head), **vocabulary_maps(head)}
     return about, tensors
-
-
-def selector_names(config: DFlash2Config, source: Source) -> dict[str, str | Made]:
-    """The published name of each tensor of DFlash2's selector and convolutions. Some codebooks end in ``.weight``."""
-    start = "candidate_selector."
-    names: dict[str, str | Made] = {"gates.0.weight": f"{start}hidden_projection.weight"}
-    for ours, theirs in {"down.0.weight": "predecessor_codebook", "up.0.weight": "successor_codebook"}.items():
-        names[ours] = start + theirs + (".weight" if f"{start}{theirs}.weight" in source.shapes else "")
-    for i in range(config.num_layers):
-        for part in ("attention_conv.base_kernel", "attention_conv.kernel_projection.weight"):
-            names |= {f"layers.{i}.{each}": f"layers.{i}.{each}" for each in (part, part.replace("attention", "mlp"))}
-    return names
 
 
 def markov_options(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.mixed import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
-from draftheads.formats import dflash, eagle, gguf, llama, medusa, mlp_speculator, mtp
+from draftheads.formats import dflash, dflash2, eagle, gguf, llama, medusa, mlp_speculator, mtp
 from draftheads.formats.layout import EMBEDDINGS, Format, Layout, Source
 from draftheads.models.file_checks import not_finite
 from draftheads.models.model import TargetModel
@@ -24,8 +24,8 @@ from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfi
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
-NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
-_PROJECTS = (medusa, mlp_speculator, dflash, gguf, eagle, llama, mtp)
+NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DFlash2, DSpark and MTP layers of models"
+_PROJECTS = (medusa, mlp_speculator, dflash2, dflash, gguf, eagle, llama, mtp)
 FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
 # a model on the Hub with the tag mtp is a whole model: its layer is found in its files
 _ON_HUB = [project for project in _PROJECTS if project is not mtp and any(form.read for form in project.FORMATS)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "amphista": "amphista.Amphista",
     "dflash": "dflash.DFlash",
-    "dflash2": "dspark.DFlash2",
+    "dflash2": "dflash2.DFlash2",
     "dspark": "dspark.DSpark",
     "eagle": "eagle.Eagle",
     "eagle3": "eagle3.Eagle3",
