@@ -4,14 +4,15 @@ Written from the formats' descriptions, with modules of transformers where the p
 package's heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaModel, Qwen3Config
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -19,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from draftheads.models.model import TargetModel
 
@@ -253,14 +255,17 @@ def eagle3(
     layers: list[int] | None = None,
     size: int = SIZES["hidden_size"],  # type: ignore[assignment]
     own_embedding: bool = False,
+    rope: Mapping[str, Any] = MappingProxyType({}),
+    window: int = 0,
+    has_fc: bool = True,
     **flags: bool,
 ) -> Published:
     """Version 3: SafeAILab's names (``midlayer.``), or speculators' (``layers.0.``); of a size of its own if given."""
     vocab = target.vocab_size
     known = {"fc_norm": False, "norm_output": False, "norm_before_residual": False, "attention_bias": False, **flags}
-    known |= {"norm_before_fc": False, **flags}
+    known |= {"norm_before_fc": False, "norm_heads": False, **flags, "window": window, "has_fc": has_fc}
     count = len(DRAFTED) if trimmed else vocab
-    given: dict[str, Any] = {**SIZES, "hidden_size": size, "draft_vocab_size": count, **known}
+    given: dict[str, Any] = {**SIZES, "hidden_size": size, "draft_vocab_size": count, **known, **rope}
     given["target_hidden_size"] = target.hidden_size
     head = Eagle3(given).eval()
     for parameter in head.parameters():
@@ -276,15 +281,20 @@ def eagle3(
     def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
         return unrolled(head.states(hidden[0])[None], ids, embedding, head, head.logits)
 
-    about = given if layers is None else {**given, "eagle_aux_hidden_state_layer_ids": layers}
+    of_tests = ("norm_heads", "window", "has_fc")  # its tensors, and other keys
+    about = {name: value for name, value in given.items() if name not in of_tests}
+    about |= {"layer_types": ["sliding_attention"], "sliding_window": window} if window else {}
+    about |= {} if has_fc else {"eagle_config": {"use_aux_hidden_state": False}}
+    about |= {} if layers is None else {"eagle_aux_hidden_state_layer_ids": layers}
     if form == "layers.0.":
-        own = {name: given[name] for name in SIZES}
-        about = {name: value for name, value in about.items() if name not in SIZES}
+        of_layer = {*SIZES, *rope, "layer_types", "sliding_window"}
+        own = {name: about[name] for name in about if name in of_layer}
+        about = {name: value for name, value in about.items() if name not in of_layer}
         about |= {"speculators_model_type": "eagle3", "transformer_layer_config": own}
         methods = [{"proposal_type": "greedy", "speculative_tokens": HEADS}]
         about["speculators_config"] = {"algorithm": "eagle3", "proposal_methods": methods}
     back = "speculators" if form == "layers.0." else "eagle3"
-    return Published("eagle3", tensors, about, logits, back=back, states=3)
+    return Published("eagle3", tensors, about, logits, back=back, states=3 if has_fc else 1)
 
 
 def unrolled(
@@ -316,7 +326,12 @@ class Eagle3(nn.Module):
         self.midlayer = nn.Module()
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             setattr(self.midlayer, name, LlamaRMSNorm(size, epsilon))
-        self.midlayer.self_attn = attention = LlamaAttention(config, 0)
+        attention: Any = LlamaAttention(config, 0)
+        if given["norm_heads"]:  # speculators with draft_arch qwen3
+            options: dict[str, Any] = {**given, "head_dim": config.head_dim, "attn_implementation": "eager"}
+            attention = Qwen3Attention(Qwen3Config(**options), 0)
+        self.midlayer.self_attn = attention
+        self.window = given["window"] or given["max_position_embeddings"]
         for name in ("q_proj", "k_proj", "v_proj"):
             rows = getattr(attention, name).out_features
             setattr(attention, name, nn.Linear(2 * size, rows, bias=config.attention_bias))
@@ -324,7 +339,7 @@ class Eagle3(nn.Module):
         attention.o_proj = nn.Linear(attention.o_proj.in_features, size, bias=False)
         self.midlayer.mlp = LlamaMLP(config)
         read = given["target_hidden_size"]
-        self.fc = nn.Linear(3 * read, size, bias=False)
+        self.fc = nn.Linear(3 * read, size, bias=False) if given["has_fc"] else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(read, epsilon) for _ in range(3 * given["fc_norm"]))
         if given["norm_before_fc"]:  # as in heads for gpt-oss
             self.input_norm = LlamaRMSNorm(3 * read, epsilon)
@@ -339,6 +354,8 @@ class Eagle3(nn.Module):
         if self.fc_norm:
             parts = hidden.chunk(3, -1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        if self.fc is None:  # as nvidia's head for short texts of gpt-oss
+            return hidden
         fused: Tensor = self.fc(self.input_norm(hidden) if hasattr(self, "input_norm") else hidden)
         return fused
 
@@ -352,7 +369,9 @@ class Eagle3(nn.Module):
         layer, positions = self.midlayer, torch.arange(len(states))[None]
         normed = layer.hidden_norm(states)
         x = torch.cat([layer.input_layernorm(embedded), normed], -1)[None]
-        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
+        ahead = torch.arange(len(states)) - torch.arange(len(states))[:, None]
+        hidden_from = (ahead > 0) | (ahead <= -self.window)
+        mask = torch.zeros(len(states), len(states)).masked_fill(hidden_from, -torch.inf)[None, None]
         states = normed if self.norm_before_residual else states
         x = states + layer.self_attn(x, position_embeddings=self.rotary(x, positions), attention_mask=mask)[0][0]
         x = (x + layer.mlp(layer.post_attention_layernorm(x)))[-1]

@@ -44,6 +44,11 @@ from published_heads import HEADS, Published
 
 Make = Callable[[TargetModel], Published]
 DEEP = {"num_hidden_layers": 8}  # three different layers are read
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN = {"rope_theta": 150000.0, "rope_scaling": {**YARN, "original_max_position_embeddings": 32}}  # of gpt-oss
+MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}  # a text's positions are one
 CASES: dict[str, Make] = {
     "medusa v0.1": published.medusa,
     "medusa v2": lambda target: published.medusa(target, own=False),
@@ -74,6 +79,12 @@ CASES: dict[str, Make] = {
         target, form="layers.0.", size=40, own_embedding=True, norm_before_residual=True
     ),
     "speculators": lambda target: published.eagle3(target, form="layers.0.", norm_before_residual=True),
+    "eagle3 with a layer of Qwen3": lambda target: published.eagle3(target, form="layers.0.", norm_heads=True),
+    "eagle3 with a window": lambda target: published.eagle3(target, window=3, norm_output=True),
+    "eagle3 of the last hidden state": lambda target: published.eagle3(target, has_fc=False, trimmed=False),
+    "eagle3 with YaRN": lambda target: published.eagle3(target, form="layers.0.", rope=YARN, window=4),
+    "eagle3 of Llama 3": lambda target: published.eagle3(target, rope={"rope_scaling": LLAMA3}),
+    "eagle3 of Qwen3-VL": lambda target: published.eagle3(target, rope={"rope_scaling": MROPE}),
 }
 
 
@@ -107,8 +118,7 @@ def stored(tmp_path: Path) -> TargetModel:
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 64}
+ONE_WAY = {"eagle without a bias", *list(CASES)[list(CASES).index("eagle3 with a layer of Qwen3") :]}
 BACK = ("accelerator", "eagle", "speculators")  # the layouts that are written again with all their parts
 ASSUMED = pytest.mark.filterwarnings("ignore:.*it is assumed that half of its draft tokens")
 OWN_EMBEDDING = pytest.mark.filterwarnings("ignore:.*so it is read as the head's own")
@@ -147,7 +157,7 @@ def test_it_decodes_without_changing_a_word(case: str, target: TargetModel, tmp_
 
 @pytest.mark.filterwarnings("ignore:the head has:UserWarning")  # options that some engines do not know
 @OWN_EMBEDDING
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(BACK) and "without" not in case])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(BACK) and case not in ONE_WAY])
 @pytest.mark.few(12)
 def test_it_comes_back_equal(case: str, stored: TargetModel, tmp_path: Path) -> None:
     head = made(case, stored)
@@ -159,6 +169,77 @@ def test_it_comes_back_equal(case: str, stored: TargetModel, tmp_path: Path) -> 
     assert set(before) == set(after)
     for tensor, values in before.items():
         assert torch.equal(values.bfloat16(), after[tensor].bfloat16()), tensor
+
+
+GPT_OSS = "gpt_oss"
+AUX = {"use_aux_hidden_state": True}
+OF_GPT_OSS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[int]]] = {  # a head, more keys, layers it reads
+    "nvidia, v3": (  # the last boundary, both places of the ids alike, and a window
+        lambda target: published.eagle3(target, norm_before_fc=True, window=5, rope=YARN),
+        {IDS: [4, 6, 8], "eagle_config": {IDS: [4, 6, 8], "norm_before_fc": True, **AUX}, "target_layer_count": 8},
+        [4, 6, 8],
+    ),
+    "nvidia, v3 in eagle_config alone": (
+        lambda target: published.eagle3(target, norm_before_fc=True, rope=YARN),
+        {"norm_before_fc": None, "eagle_config": {IDS: [4, 6, 8], "norm_before_fc": True, **AUX}},
+        [4, 6, 8],
+    ),
+    "nvidia, long context": (
+        lambda target: published.eagle3(target, rope=YARN, trimmed=False),
+        {"eagle_config": {IDS: [1, 3, 4], "parallel_draft_step": 1, "use_last_layernorm": True, **AUX}},
+        [2, 4, 5],
+    ),
+    "nvidia, short context": (
+        lambda target: published.eagle3(target, has_fc=False, trimmed=False),
+        {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
+        [],
+    ),
+    "lmsys (SpecForge)": (
+        published.eagle3,
+        {"model_type": GPT_OSS, "num_local_experts": 16, "experts_per_token": 4, "eagle_config": {IDS: [1, 4, 5]}},
+        [2, 5, 6],
+    ),
+    "nebius": (
+        lambda target: published.eagle3(target, rope=YARN),
+        {"architectures": ["LlamaForCausalLM"], "truncated_vocab_size": 10},
+        [2, 4, 5],
+    ),
+    "RedHatAI": (
+        lambda target: published.eagle3(target, form="layers.0.", norm_before_fc=True, norm_before_residual=True),
+        {"architectures": ["Eagle3DraftModel"], IDS: [2, 4, 5]},
+        [2, 4, 5],
+    ),
+    "Dogacel, 3.1": (
+        lambda target: published.eagle3(target, fc_norm=True, norm_output=True),
+        {"norm_output": None, "eagle_config": {"norm_output": True, "num_aux_hidden_states": 3, IDS: [2, 4, 5]}},
+        [2, 4, 5],
+    ),
+}
+
+
+@pytest.mark.parametrize("publisher", OF_GPT_OSS)
+@torch.no_grad()
+def test_a_head_of_gpt_oss_is_read_and_decodes_without_changing_a_word(publisher: str, tmp_path: Path) -> None:
+    """On a small model of the family, whatever the publisher's keys; against the modules of transformers."""
+    target = tiny_model(GPT_OSS, num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4)
+    make, keys, layers = OF_GPT_OSS[publisher]
+    torch.manual_seed(0)
+    theirs = make(target)
+    theirs.config |= keys
+    convert(written(theirs, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    head = load_head(tmp_path / "ours", target)
+    assert head.hidden_layers == tuple(layers)
+    ids = torch.randint(3, VOCAB, (1, 12))
+    hidden, last = head.split(target.hidden_states(ids, head.hidden_layers))
+    hidden = hidden if layers else last
+    expected, features = theirs.logits(hidden, ids), head(hidden, ids)
+    for depth, logits in enumerate(expected):
+        places = min(logits.shape[1], 10 - depth)
+        ours = head.logits(features[depth], depth)[:, :places]
+        torch.testing.assert_close(ours, logits[:, :places], rtol=2e-3, atol=2e-3)
+    plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, max_new_tokens=12)]
+    drafted = Engine(target, head, shape=Tree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]))
+    assert [answer.token_ids for answer in drafted.generate(PROMPTS, max_new_tokens=12)] == plain
 
 
 def test_a_full_model_with_heads_is_its_own_base(
@@ -355,6 +436,16 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle3", {"norm_before_fc": True}, {}, "norm_before_fc is True, and the tensors are those of False"),
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm is True"),
         ("eagle3 with layers of its own", {"eagle_config": {IDS: [1, 2, 3]}}, {}, "1, 2, 3. in eagle_config"),
+        ("eagle3", {"eagle_config": {"norm_output": 2}}, {}, "norm_output is False, and 2 in eagle_config"),
+        ("eagle3", {"sliding_window": 4}, {}, r"sliding_window is 4 and layer_types is missing: give \["),
+        ("eagle3", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, {}, "give one type and its tokens"),
+        ("eagle3", {"layer_types": ["sliding_attention"]}, {}, "sliding_window None: give one type"),
+        ("eagle3", {"draft_vocab_size": 12}, {}, "draft_vocab_size is 12, and the tensors are those of 10"),
+        ("eagle3", {"truncated_vocab_size": 12}, {}, "truncated_vocab_size is 12, and the tensors are those of 10"),
+        ("eagle3", {"num_aux_hidden_states": 4}, {}, "num_aux_hidden_states is 4, and the tensors are those of 3"),
+        ("eagle3", {"target_layer_count": 9}, {}, "target_layer_count is 9, and tiny-llama has 8"),
+        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is False, and the t"),
+        ("eagle3 of the last hidden state", {"eagle_config": {}}, {}, "use_aux_hidden_state is True, and the tensors"),
         ("accelerator", {"emb_dim": 48}, {}, "emb_dim is 48, and the hidden states of .* have 32"),
         *(
             (case, {"steering": 2}, {}, "unknown key steering")
@@ -516,3 +607,12 @@ def test_a_bias_behind_the_attention_is_refused_unless_it_is_zero(target: Target
     bias[3] = 1.0
     with pytest.raises(CheckpointCorrupt, match=r"surplus tensor layers\.0\.self_attn\.o_proj\.bias"):
         convert(written(head, tmp_path / "one"), tmp_path / "more", base=target)
+
+
+@pytest.mark.parametrize("options", [{"norm_heads": True}, {"window": 4}])
+def test_what_no_engine_reads_is_not_exported(options: dict[str, Any], stored: TargetModel, tmp_path: Path) -> None:
+    head = tiny_head("eagle3", stored, **options, layers=[1, 3, 6])
+    save_head(head, tmp_path / "head", base=stored, profile=AcceptanceProfile.assumed(head.config.num_heads))
+    for layout in ("eagle3", "speculators"):
+        with pytest.raises(DraftHeadsError, match=r"norms queries and keys or has a window.* imported from"):
+            export_head(tmp_path / "head", tmp_path / "out", model=stored.model_id, to=layout)

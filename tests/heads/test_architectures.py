@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mlp-speculator, tied, shared": {"tie_weights": True, "scale_input": True},
     "eagle3, 3.1": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own"},
     "eagle3, one state": {"layers": [], "num_key_value_heads": 1},
+    "eagle3, window": {"window": 3, "norm_heads": True},
     "eagle, no bias": {"fusion_bias": False, "num_key_value_heads": 1},
     "eagle, own": {"lm_head": "own"},
     "eagle, low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
@@ -115,7 +116,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
         product([name for name in VARIANTS if method_of(name) in STATEFUL], WITHOUT_DRAFT),
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
         *[("amphista, no stage", "without room"), ("amphista, alpha", "in a row"), ("eagle", "in a row")],
-        *[("eagle", "without room"), ("eagle", "single"), ("eagle3", "single")],
+        *[("eagle", "without room"), ("eagle", "single"), ("eagle3", "single"), ("eagle3, window", "in a row")],
         *[("small-llama", "single"), ("small-llama, deep", "without room")],
     ),
 )

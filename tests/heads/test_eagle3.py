@@ -9,6 +9,7 @@ from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.models.model_layers import layer_inputs
+from draftheads.testing import check_head
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_head, tiny_model
 
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
@@ -59,3 +60,9 @@ def test_the_start_near_the_last_hidden_state_survives_a_number_that_is_always_z
     head.start_near([(torch.cat([states, last], -1), torch.zeros(len(last)))])  # type: ignore[operator]
     found = head.states(states)  # type: ignore[operator]
     assert float((found - last).square().mean()) < 0.2 * float(last.square().mean())
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_layer_with_a_window_drafts_as_it_was_taught(window: int) -> None:
+    """Along paths that are longer than it, and shorter."""
+    check_head("eagle3", layers=[0, 1], window=window, norm_heads=True)

@@ -33,7 +33,7 @@ from draftheads.heads.eagle3 import Eagle3Config
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import three_layers
 
-_SPECULATORS, _PUBLISHED = "layers.0.", "midlayer."
+_SPECULATORS, _PUBLISHED = _PREFIXES = "layers.0.", "midlayer."
 _EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
@@ -42,14 +42,16 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _KEYS = {  # beside those of its layer
     *("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "draft_vocab_size", "target_hidden_size"),
     *(_IDS, "eagle_config", "transformer_layer_config", "speculators_config", "target_model_type"),
+    *("truncated_vocab_size", "num_aux_hidden_states", "target_layer_count"),
+    *("num_local_experts", "experts_per_token"),  # of gpt-oss; a layer with experts has other tensors
 }
 _ALWAYS: dict[str, Any] = {  # what ModelOpt's files may say of a head, and what it is in those that can be read
     **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"), True),
-    "use_aux_hidden_state": True,
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
 _NORMS = {"fc_norm": "fc_norm.0", "norm_before_fc": "input_norm"}  # before fc: a key, and a tensor
+_AUX = "use_aux_hidden_state"  # off: the head reads the last hidden state, without fc
 _FLAGS = ("norm_output", "norm_before_residual")  # of the configuration alone
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
@@ -62,9 +64,13 @@ def is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """One layer that reads two vectors side by side."""
-    query = shapes.get(f"{_PUBLISHED}self_attn.q_proj.weight") or shapes.get(f"{_SPECULATORS}self_attn.q_proj.weight")
-    fused = shapes.get("fc.weight")
-    return bool(query and fused) and query[1] == 2 * fused[0]  # type: ignore[index]
+    pairs = ((shapes.get(f"{prefix}self_attn.q_proj.weight"), _size(shapes, prefix)) for prefix in _PREFIXES)
+    return any(query is not None and query[1] == 2 * size for query, size in pairs)
+
+
+def _size(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+    """Numbers in a state of an EAGLE-3 layer; 0 if it is none."""
+    return (shapes.get("fc.weight") or shapes.get(f"{prefix}hidden_norm.weight") or (0,))[0]
 
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
@@ -96,31 +102,42 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     of_eagle = given.get("eagle_config") or {}
     check_keys(source, [*_KEYS, *(LAYER_KEYS if layer is given else ())], given)
     check_keys(source, LAYER_KEYS, {} if layer is given else layer, "transformer_layer_config.")
-    check_keys(source, [*_KEYS, *_ALWAYS], of_eagle, "eagle_config.")
+    check_keys(source, [*_KEYS, *_ALWAYS, _AUX], of_eagle, "eagle_config.")
     others = [name for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual]
     reasons = {f"{name} is {of_eagle[name]}, and heads of this kind cannot be read": True for name in others}
     refuse(reasons, UnsupportedModel, f"{source.config_file}: ")
-    size = shapes["fc.weight"][0]
-    sizes = layer_options(source, base, layer, size, prefix)
+    size, has_fc = _size(shapes, prefix), "fc.weight" in shapes
+    sizes = layer_options(source, base, layer, size, prefix, has_windows=True)
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
-    target_size = given.get("target_hidden_size") or base.hidden_size
+    told = {**of_eagle, **{name: value for name, value in given.items() if value is not None}}
+    for name in (name for name in of_eagle if name != _IDS and of_eagle[name] not in (None, told[name])):
+        raise source.wrong(f"{name} is {told[name]}, and {of_eagle[name]} in eagle_config: give one of them")
+    target_size = told.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
         own = f"those of {base.model_id} have {base.hidden_size}"
         raise UnsupportedModel(f"{source.path}: the head reads hidden states of {target_size} numbers, and {own}")
-    count = shapes["fc.weight"][1] // base.hidden_size
-    layers, guesses = _layers(source, base, count)
+    count = shapes["fc.weight"][1] // base.hidden_size if has_fc else 1
+    layers, guesses = _layers(source, base, count) if has_fc else ([], ())
     flags: dict[str, Any] = {name: f"{theirs}.weight" in shapes for name, theirs in _NORMS.items()}
-    for name, is_there in flags.items():
-        if (said := source.config.get(name, of_eagle.get(name))) is not None and bool(said) != is_there:
-            raise source.wrong(f"{name} is {said}, and the tensors are those of {is_there}")
-    flags |= {name: source.flag(name) for name in _FLAGS}
-    num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
+    num_tokens = source.number("draft_vocab_size") or source.number("truncated_vocab_size")
+    num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else num_tokens
+    facts: dict[str, Any] = {**flags, _AUX: has_fc, "num_aux_hidden_states": count}
+    facts |= {"draft_vocab_size": num_tokens, "truncated_vocab_size": num_tokens}
+    for name, fact in facts.items():
+        said = told.get(name, True if name == _AUX else None)
+        if said is not None and said != fact:
+            raise source.wrong(f"{name} is {said}, and the tensors are those of {fact}")
+    if told.get("target_layer_count", num_layers := int(base.config.num_hidden_layers)) != num_layers:
+        raise source.wrong(f"target_layer_count is {told['target_layer_count']}, and {base.model_id} has {num_layers}")
+    flags |= {name: source.flag(name, told) for name in _FLAGS}
     maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
     config = Eagle3Config(
         **sizes,
         layers=layers,
         **flags,
+        norm_heads=f"{prefix}self_attn.q_norm.weight" in shapes,
+        window=_window(source, layer),
         lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
         draft_vocab_size=num_tokens if is_trimmed else None,
         num_heads=_depth(source),
@@ -128,6 +145,8 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         own_embedding=own_embedding,
     )
     names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
+    if not has_fc:
+        names["fc.weight"] = Made((f"{prefix}hidden_norm.weight",), lambda w: torch.eye(len(w), dtype=w.dtype))
     if is_trimmed:
         names["draft_vocab"] = Made(maps, partial(draft_vocab, source, base.vocab_size))
     unused = {*_unused(source), *(() if is_trimmed else maps)}
@@ -142,6 +161,8 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
     names |= {"fc_norm.weight": "input_norm.weight"} if config.norm_before_fc else {}
     names |= layer_names(config, "layer.", prefix, input_norm=False)
+    if config.norm_heads:
+        names |= {f"layer.{part}_norm.weight": f"{prefix}self_attn.{part}_norm.weight" for part in "qk"}
     names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
         "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
@@ -165,6 +186,8 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
         f"the head reads the layers {config.layers}, and engines give an EAGLE-3 head the hidden states of "
         f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])": are_others,
         "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own": biased,
+        "the head norms queries and keys or has a window, as other projects' files may have: take the file that it was "
+        "imported from": config.norm_heads or config.window,
     }
     refuse(reasons)
     weights, names = head.state_dict(), eagle3_names(config, prefix)
@@ -250,24 +273,43 @@ def _depth(source: Source) -> int:
 
 
 def _layers(source: Source, base: TargetModel, count: int) -> tuple[list[int], tuple[str, ...]]:
-    """The layers, and what was assumed of them. ``eagle_config`` names the layer before; some files say both alike."""
+    """The layers, and what was assumed of them.
+
+    ``eagle_config`` names the layer before; some files say both alike. Alone it counts as we do where it names what
+    leaves the last layer, or the layers that engines read by default.
+    """
     named, before = source.config.get(_IDS), (source.config.get("eagle_config") or {}).get(_IDS)
-    shifted = None if before is None else [layer + 1 for layer in before]
+    num_layers = int(base.config.num_hidden_layers)
+    as_ours = before is not None and (num_layers in before or before == three_layers(num_layers))
+    shifted = before if before is None or as_ours else [layer + 1 for layer in before]
     guesses: tuple[str, ...] = ()
     if named is not None and before not in (None, named) and shifted != named:
         raise source.wrong(f"{_IDS} is {named}, and {before} in eagle_config, where the layer before each is named")
     layers = shifted if named is None else named
     if layers is None:
-        layers = three_layers(int(base.config.num_hidden_layers)) if count > 1 else []
+        layers = three_layers(num_layers) if count > 1 else []
         guesses = (f"that it reads the layers {layers}, as the files do not say it ({_IDS})",) if layers else ()
     elif named is None:
-        guesses = (f"that eagle_config counts layers by what leaves them, so that it reads the layers {layers}",)
-    known = range(int(base.config.num_hidden_layers) + 1)
+        by = "enters" if as_ours else "leaves"
+        guesses = (f"that eagle_config counts layers by what {by} them, so that it reads the layers {layers}",)
+    known = range(num_layers + 1)
     if max(1, len(layers)) != count or any(layer not in known for layer in layers):
         limits = f"0 … {known[-1]}, the number of layers, which stands for what leaves the last one"
         found = f"fc reads {count} hidden states, and the layers are {layers}"
         raise CheckpointCorrupt(f"{source.path}: {found}; they must lie in {limits}")
     return list(layers), guesses
+
+
+def _window(source: Source, layer: Mapping[str, Any]) -> int:
+    """The tokens that the layer sees; 0 is all. As in vLLM and SGLang ``layer_types`` tells whether it has a window."""
+    types, window = layer.get("layer_types") or (), layer.get("sliding_window")
+    if not types and layer.get("use_sliding_window", window) and window:
+        raise source.wrong(f'sliding_window is {window} and layer_types is missing: give ["sliding_attention"] or none')
+    if "sliding_attention" not in types:
+        return 0
+    if len(types) != 1 or not isinstance(window, int) or window < 1:
+        raise source.wrong(f"layer_types is {types} and sliding_window {window!r}: give one type and its tokens")
+    return window
 
 
 def _unused(source: Source) -> set[str]:

@@ -101,9 +101,9 @@ class Source:
             raise self.wrong(f"{name} is {value!r}; it must lie in 1 … {most}")
         return value
 
-    def flag(self, name: str) -> bool:
-        """Whether a key of the configuration is true; false where it is missing."""
-        value = self.config.get(name) or False
+    def flag(self, name: str, given: Mapping[str, Any] | None = None) -> bool:
+        """Whether a key of the configuration, or of the ``given`` part, is true; false where it is missing."""
+        value = (self.config if given is None else given).get(name) or False
         if not isinstance(value, bool):
             raise self.wrong(f"{name} is {value!r}; it must be true or false")
         return value

@@ -248,6 +248,8 @@ class TransformerLayer(nn.Module):
         norm_heads: norm each query and key (Qwen3).
     """
 
+    window: int = 0  # tokens that a row sees, itself included; 0 is all. For heads that draft along paths
+
     def __init__(
         self,
         config: LayerConfig,
@@ -302,7 +304,8 @@ class TransformerLayer(nn.Module):
         positions, longest = history.span(rows, x.shape[1])
         q, new = self.project(x, positions)
         seen = history.write(layer, rows, new, positions, longest)
-        mask = torch.arange(longest, device=positions.device) <= positions[:, :, None]  # (rows, P, longest)
+        back = positions[:, :, None] - torch.arange(longest, device=positions.device)  # (rows, P, longest)
+        mask = (back >= 0) & (back < self.window) if self.window else back >= 0
         return self.finish(x, attend(q, seen, mask))
 
     def forward(self, x: Tensor, *, causal: bool = True) -> Tensor:

@@ -53,16 +53,19 @@ class OneLayerHead(PathHead):
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         x = self.inputs(token_ids.roll(-1, dims=1), self.states(hidden))
         queries, seen = self.layer.project(x, positions)
-        features = [self.layer.finish(x, attend(queries, seen, causal=True))]
-        length = token_ids.shape[1]
+        length, window = token_ids.shape[1], self.layer.window
         mask = torch.ones(1, length, length, dtype=torch.bool, device=x.device).tril()
+        first = attend(queries, seen, mask.triu(1 - window)) if window else attend(queries, seen, causal=True)
+        features = [self.layer.finish(x, first)]
         path: list[KeysValues] = []
         for i in range(1, self.config.num_heads):
             x = self.inputs(token_ids.roll(-(i + 1), dims=1), self.fed_back(features[-1]))
             queries, own = self.layer.project(x, positions + i)
             path.append(own)
             taken = KeysValues(*(torch.stack(parts, 2) for parts in zip(*path, strict=True)))
-            features.append(self.layer.finish(x, attend_with_path(queries, seen, mask, taken)))
+            known = mask.triu(1 - window + i) if window else mask
+            of_path = (torch.arange(i, 0, -1, device=x.device) <= window)[None] if window else None
+            features.append(self.layer.finish(x, attend_with_path(queries, seen, known, taken, of_path)))
         return self.outputs(torch.stack(features))
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:

@@ -42,12 +42,16 @@ class Eagle3Config(SeveralLayersConfig):
     own_embedding and an lm_head of its own."""
     own_embedding: bool = False
     """Whether it has an embedding of its own in place of the target's."""
+    norm_heads: bool = False
+    """Whether each query and key is normed, as in layers of Qwen3."""
+    window: int = 0
+    """How many tokens the layer sees, itself included; 0 is the whole text."""
 
     method: ClassVar[str] = "eagle3"
     description: ClassVar[str] = "as eagle, from hidden states of three layers, without a loss on features"
     paper: ClassVar[str] = "Li et al. 2025"
     optional = SeveralLayersConfig.optional | {
-        *("norm_before_residual", "norm_before_fc", "inner_size", "own_embedding")
+        *("norm_before_residual", "norm_before_fc", "inner_size", "own_embedding", "norm_heads", "window")
     }
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
@@ -55,6 +59,7 @@ class Eagle3Config(SeveralLayersConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, inner_size=self.inner_size)
+        require_at_least(0, window=self.window)
         if self.fc_norm and self.norm_before_fc:
             raise InvalidSettings("fc_norm and norm_before_fc are true: give one of them")
         if self.state_size != self.hidden_size and (not self.own_embedding or self.lm_head == "shared"):
@@ -88,7 +93,8 @@ class Eagle3Layer(TransformerLayer):
     """A transformer layer on [e; g]: attention reads both normed, and its output is added to g, normed or not."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, input_norm=False, num_inputs=2)
+        super().__init__(config, input_norm=False, num_inputs=2, norm_heads=config.norm_heads)
+        self.window = config.window
         self.input_norm = NormedParts(2, config.state_size, config.norm_epsilon)
         self.norm_before_residual = config.norm_before_residual
 

@@ -112,7 +112,12 @@ class PathHead(StatefulHead):
             queries, new = layer.project(x, positions)
             both = zip(above, new, strict=True)
             path = KeysValues(*(torch.cat([old[rows, parents], part[:, :, None]], 2) for old, part in both))
-            x = layer.finish(x, attend_with_path(queries, seen, state.mask[:, None], path))
+            visible, of_path = state.mask, None
+            if layer.window:
+                steps = torch.arange(max(visible.shape[1], depth + 1), device=visible.device)
+                visible = visible & (positions[:, :1] - steps[: visible.shape[1]] < layer.window)
+                of_path = (depth - steps[: depth + 1] < layer.window)[None]
+            x = layer.finish(x, attend_with_path(queries, seen, visible[:, None], path, of_path))
             paths.append(path)
         return state._replace(features=x, paths=paths)
 
