@@ -4,12 +4,15 @@ Written from the formats' descriptions, with modules of transformers where the p
 package's heads.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, Qwen3Config
@@ -377,3 +380,65 @@ class Eagle3(nn.Module):
         x = (x + layer.mlp(layer.post_attention_layernorm(x)))[-1]
         last: Tensor = self.norm(x) if self.norm_output else x
         return last
+
+
+Make = Callable[[TargetModel], Published]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN = {"rope_theta": 150000.0, "rope_scaling": {**YARN, "original_max_position_embeddings": 32}}  # of gpt-oss
+MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}  # a text's positions are one
+CASES: dict[str, Make] = {
+    "medusa v0.1": medusa,
+    "medusa v2": lambda target: medusa(target, own=False),
+    "vllm-medusa": vllm_medusa,
+    "vllm-medusa without biases": lambda target: vllm_medusa(target, biases=False, trimmed=False),
+    "vllm-medusa with one lm_head": lambda target: vllm_medusa(target, one=True),
+    "hydra": hydra,
+    "hydra++": lambda target: hydra(target, prefix=True),
+    "hydra without draft tokens": lambda target: hydra(target, grounded=False),
+    "accelerator": accelerator,
+    "accelerator, tied and scaled": lambda target: accelerator(target, tied=True, scaled=True),
+    "accelerator, tied and repeated": lambda target: accelerator(target, tied=True, all_stages=True),
+    "accelerator, marked as tied": lambda target: accelerator(target, tied=True, distinct=True),
+    "eagle": eagle,
+    "eagle without a bias": lambda target: eagle(target, fusion_bias=False, scaling=True),
+    "eagle of qwen2": lambda target: eagle(target, qkv_bias=True),
+    "eagle3": eagle3,
+    "eagle3, residual after the norm": lambda target: eagle3(target, norm_before_residual=True),
+    "eagle3.1": lambda target: eagle3(target, fc_norm=True, norm_output=True, trimmed=False),
+    "eagle3 of gpt-oss": lambda target: eagle3(target, norm_before_fc=True, layers=[2, 5, 8]),
+    "eagle3 with layers of its own": lambda target: eagle3(target, layers=[1, 3, 6], attention_bias=True),
+    "eagle3 with an embedding of its own": lambda target: eagle3(target, own_embedding=True),
+    "eagle3 of another size": lambda target: eagle3(target, size=24, own_embedding=True, fc_norm=True),
+    "eagle3 of a larger size": lambda target: eagle3(
+        target, size=48, own_embedding=True, norm_output=True, attention_bias=True, trimmed=False
+    ),
+    "speculators of another size": lambda target: eagle3(
+        target, form="layers.0.", size=40, own_embedding=True, norm_before_residual=True
+    ),
+    "speculators": lambda target: eagle3(target, form="layers.0.", norm_before_residual=True),
+    "eagle3 with a layer of Qwen3": lambda target: eagle3(target, form="layers.0.", norm_heads=True),
+    "eagle3 with a window": lambda target: eagle3(target, window=3, norm_output=True),
+    "eagle3 of the last hidden state": lambda target: eagle3(target, has_fc=False, trimmed=False),
+    "eagle3 with YaRN": lambda target: eagle3(target, form="layers.0.", rope=YARN, window=4),
+    "eagle3 of Llama 3": lambda target: eagle3(target, rope={"rope_scaling": LLAMA3}),
+    "eagle3 of Qwen3-VL": lambda target: eagle3(target, rope={"rope_scaling": MROPE}),
+}
+
+
+def written(head: Published, folder: Path) -> Path:
+    """Its files, as the project stores them."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(head.config))
+    if head.file.endswith(".pt"):
+        torch.save(head.tensors, folder / head.file)
+    else:
+        save_file(head.tensors, folder / head.file)
+    return folder
+
+
+def made(case: str, target: TargetModel) -> Published:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return CASES[case](target)

@@ -2,19 +2,17 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-import published_heads as published
+import block_files
+from block_files import BASE, BLOCK, DRAFTED, FILES, GROUPS, HEADS, MASK, write_file, write_markov_file
 from draftheads import export_head
 from draftheads.checkpoints.checkpoint import load_head, save_head
 from draftheads.errors import (
@@ -36,131 +34,8 @@ from families import tiny_head, tiny_model, tiny_profile
 from joint_world import on_disk
 from slow_heads import slow_block, slow_block_log_probs
 
-HEADS, GROUPS, SIZE, LAYERS, BLOCK, MASK, BASE = 4, 2, 8, 2, 4, 9, 10000.0
-RANK = 6
-DRAFTED = [2, 3, 5, 7, 8, 11, 20, 21]  # draft tokens of a reduced vocabulary
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 5, 3]])
 READ = 6  # tokens before the block's first
-
-
-def write_file(folder: Path, model: TargetModel, **changes: Any) -> dict[str, Tensor]:
-    """A head as z-lab saves it, which reads what leaves the embedding and the first layer."""
-    size, chance = model.hidden_size, torch.Generator().manual_seed(0)
-    layer = {**published.SIZES, "head_dim": SIZE, "num_hidden_layers": LAYERS}
-    shapes = {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
-    for i in range(LAYERS):
-        parts = Qwen3DecoderLayer(Qwen3Config(**layer), i).state_dict()
-        shapes |= {f"layers.{i}.{name}": tuple(tensor.shape) for name, tensor in parts.items()}
-    made = {name: (len(shape) == 1) + 0.3 * torch.randn(shape, generator=chance) for name, shape in shapes.items()}
-    config = {
-        **layer,
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_target_layers": 2,
-        "block_size": BLOCK,
-        "layer_types": ["full_attention"] * LAYERS,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [-1, 0], **changes.pop("dflash_config", {})},
-        **changes,
-    }
-    folder.mkdir()
-    save_file(made, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return made
-
-
-def write_lattice_file(folder: Path, model: TargetModel, *, end: str) -> dict[str, Tensor]:
-    """A DFlash2 head as z-lab saves it; the names of the codebooks have that ending."""
-    start, size, chance = "candidate_selector.", model.hidden_size, torch.Generator().manual_seed(1)
-    shapes: dict[str, tuple[int, ...]] = {f"{start}hidden_projection.weight": (RANK, size)}
-    shapes |= {f"{start}{each}_codebook{end}": (model.vocab_size, RANK) for each in ("predecessor", "successor")}
-    for place in (f"layers.{i}.{part}_conv." for i in range(LAYERS) for part in ("attention", "mlp")):
-        shapes |= {f"{place}base_kernel": (2, 2, size), f"{place}kernel_projection.weight": (4 * size // 8, size)}
-    about = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 5}
-    body = write_file(folder, model, architectures=["DFlash2DraftModel"], dflash_config=about)
-    tensors = body | {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
-
-
-def markov_shapes(kind: str, vocab_size: int, size: int, tokens: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a Markov head."""
-    if kind == "none":
-        return {}
-    shapes: dict[str, tuple[int, ...]] = {"markov_w1.weight": (vocab_size, RANK), "markov_w2.weight": (tokens, RANK)}
-    if kind == "gated":
-        shapes |= {"gate_proj.weight": (RANK, size + RANK), "gate_proj.bias": (RANK,)}
-    if kind == "rnn":
-        shapes |= {"joint_proj.weight": (3 * RANK, size + 2 * RANK), "joint_proj.bias": (3 * RANK,)}
-    return shapes
-
-
-def write_markov_file(
-    folder: Path,
-    model: TargetModel,
-    *,
-    form: str = "deepspec",
-    kind: str = "gated",
-    reduced: bool = False,
-    given: Mapping[str, Tensor | None] = MappingProxyType({}),
-    **changes: Any,
-) -> dict[str, Tensor]:
-    """A head as z-lab, DeepSpec, ModelOpt or speculators saves it; kind "none" is a DFlash head."""
-    if form == "zlab":
-        return write_file(folder, model, **changes)
-    if form.startswith("dflash2"):
-        return write_lattice_file(folder, model, end=form.removeprefix("dflash2"))
-    body = write_file(folder, model)
-    layer = json.loads((folder / "config.json").read_text())
-    chance = torch.Generator().manual_seed(1)
-    size, tokens = model.hidden_size, len(DRAFTED) if reduced else model.vocab_size
-    prefix = "" if form == "modelopt" else "markov_head."
-    shapes = markov_shapes(kind, model.vocab_size, size, tokens)
-    tensors = body | {prefix + name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
-    markov = {"markov_rank": RANK, "markov_head_type": kind} if kind != "none" else {}
-    block = {"block_size": BLOCK, "mask_token_id": MASK, **markov}
-    if form == "deepspec":
-        layer.pop("dflash_config")
-        tensors["embed_tokens.weight"] = model.weights.embedding.clone()
-        tensors["lm_head.weight"] = model.weights.lm_head.clone()
-        config = {**layer, **block, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [-1, 0]}
-    elif form == "modelopt":
-        about = {**block, "projector_type": "dspark", "shift_label": True, "target_layer_ids": [0, -1]}
-        config = {**layer, "dflash_config": about}
-    elif form == "specforge":
-        about = {
-            "mask_token_id": MASK,
-            "target_layer_ids": [-1, 0],
-            "projector_type": "dspark",
-            "attention_mode": "gqa",
-        }
-        config = {**layer, **markov, "architectures": ["DSparkDraftModel"], "dflash_config": about}
-    elif form == "lfm2":
-        about = {"mask_token_id": MASK, "target_layer_ids": [-1, 0], "num_target_layers": 2}
-        kinds = {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False, "runtime_block_size": 10}
-        config = {**layer, **markov, **kinds, "dflash_config": about}
-    else:
-        name = "dflash" if kind == "none" else "dspark"
-        config = {
-            **block,
-            "architectures": ["DFlashDraftModel" if kind == "none" else "DSparkDraftModel"],
-            "speculators_model_type": name,
-            "transformer_layer_config": {
-                **{key: layer[key] for key in layer if key not in ("dflash_config", "block_size")},
-                **changes.pop("layer", {}),
-            },
-            "aux_hidden_state_layer_ids": [0, 1],
-            "sample_from_anchor": kind != "none",
-            "draft_vocab_size": tokens,
-        }
-    if reduced:
-        ids = torch.tensor(DRAFTED)
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
-        tensors["lm_head.weight"] = torch.randn(tokens, size, generator=chance)
-    tensors = {name: tensor for name, tensor in {**tensors, **given}.items() if tensor is not None}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
-    return tensors
 
 
 def expected_log_probs(
@@ -199,7 +74,6 @@ def drafted_log_probs(head: DraftHead, hidden: Tensor, known: int) -> Tensor:
 
 
 PART = {"draft_vocab_size": 20}
-SCALED = {"attention_value_scale": 1.0, "input_embedding_scale": 3.0}
 
 
 def own(**given: Any) -> dict[str, Any]:
@@ -213,40 +87,6 @@ def tensors(prefix: str = "markov_head.", **given: Tensor | None) -> dict[str, A
 
 
 SPECULATORS = {"form": "speculators"}
-SLIDING = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 3}
-MIXED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
-FILES: dict[str, dict[str, Any]] = {
-    "z-lab": {"form": "zlab"},
-    "z-lab, scaled": {"form": "zlab", "output_multiplier": 1.0, "dflash_config": SCALED},
-    "deepspec": {},
-    "deepspec, vanilla": {"kind": "vanilla"},
-    "modelopt": {"form": "modelopt"},
-    "speculators": {"form": "speculators"},
-    "speculators, reduced": {"form": "speculators", "kind": "vanilla", "reduced": True},
-    "speculators, not shifted": {"form": "speculators", "reduced": True, "sample_from_anchor": False},
-    "speculators dflash": {"form": "speculators", "kind": "none"},
-    "speculators dflash, reduced": {"form": "speculators", "kind": "none", "reduced": True},
-    "speculators dflash, shifted": {"form": "speculators", "kind": "none", "sample_from_anchor": True},
-    "z-lab, windows": {"form": "zlab", **MIXED},
-    "z-lab, windows, not causal": {"form": "zlab", **MIXED, "dflash_config": {"causal": False}},
-    "z-lab, windows that no layer has": {"form": "zlab", "use_sliding_window": True, "sliding_window": 3},
-    "z-lab, causal": {"form": "zlab", "is_causal": True},
-    "use_swa": {"form": "zlab", "layer_types": None, "use_swa": True, "swa_window_size": 4},
-    "speculators, windows": {
-        "form": "speculators",
-        "kind": "rnn",
-        "layer": SLIDING,
-        "sliding_window_non_causal": False,
-    },
-    "speculators, windows, not causal": {"form": "speculators", "kind": "vanilla", "layer": SLIDING},
-    "deepspec, rnn": {"kind": "rnn"},
-    "modelopt, rnn": {"form": "modelopt", "kind": "rnn"},
-    "specforge": {"form": "specforge", "kind": "vanilla"},
-    "lfm2": {"form": "lfm2", "kind": "vanilla"},
-    "z-lab, a mask of its own": {"form": "zlab", "own_mask": True},
-    "dflash2": {"form": "dflash2", "kind": "none"},
-    "dflash2, other names": {"form": "dflash2.weight", "kind": "none"},
-}
 ATTENTION: dict[str, dict[str, Any]] = {
     "z-lab, windows": {"windows": [0, 5], "causal": [1]},
     "z-lab, windows, not causal": {"windows": [0, 5]},
@@ -255,7 +95,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "speculators, windows": {"windows": [3, 3], "causal": [0, 1]},
     "speculators, windows, not causal": {"windows": [3, 3]},
     "lfm2": {"halves": False},
+    "jetspec": {"causal": [0, 1]},
     "dflash2": {"num_candidates": 5},
+    "dflash2 of speculators": {"num_candidates": 5},
     "dflash2, other names": {"num_candidates": 5},
 }
 
@@ -297,6 +139,29 @@ def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: 
     assert head.to_target_ids(torch.arange(3)).tolist() == (DRAFTED[:3] if options.get("reduced") else [0, 1, 2])
 
 
+@torch.no_grad()
+def test_a_head_of_the_published_depth_and_block(
+    tmp_path: Path, model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five layers and blocks of sixteen."""
+    monkeypatch.setattr(block_files, "LAYERS", 5)
+    monkeypatch.setattr(block_files, "BLOCK", 16)
+    tensors = write_file(tmp_path / "theirs", model)
+    convert(tmp_path / "theirs", tmp_path / "ours", base=model)
+    head = load_head(tmp_path / "ours", model)
+    assert (head.config.num_layers, head.config.num_heads) == (5, 15)
+    hidden = model.hidden_states(TEXT, head.hidden_layers).chunk(3, -1)
+    read = torch.cat(hidden[:2], -1)[0]
+    embedding = model.weights.embedding
+    block = [embedding[TEXT[0, READ]], *[embedding[MASK]] * 15]
+    rows = slow_block(tensors, block, list(read[:READ]), heads=HEADS, groups=GROUPS, base=BASE)
+    expected = slow_block_log_probs(tensors, rows, model.weights.lm_head, TEXT[0].tolist(), is_shifted=False)
+    session: Any = head.start()
+    context = Context(read[None, :READ], TEXT[:, :READ], torch.tensor([READ]), TEXT[:, READ])
+    drafted = head.begin(session.root(context), 15)[:, 0].log_softmax(-1)
+    torch.testing.assert_close(drafted, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_of_the_base_are_not_stored_again(tmp_path: Path, model: TargetModel) -> None:
     tensors = write_markov_file(tmp_path / "theirs", model, form="speculators", reduced=True)
     tensors["lm_head.weight"] = model.weights.lm_head[DRAFTED].clone()
@@ -319,7 +184,9 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, UnsupportedModel, r"architectures is \['Gemma4DSparkModel'\]"),
+        ({"architectures": ["Gemma4DSparkModel"]}, UnsupportedModel, "of the kind Gemma4DSparkModel, which cannot"),
+        ({"architectures": ["OtherModel"]}, UnsupportedModel, r"architectures is \['OtherModel'\]"),
+        ({"num_target_layers": 3}, CheckpointCorrupt, "num_target_layers is 3, and tiny-llama has 2"),
         ({"markov_head_type": "rnn"}, CheckpointCorrupt, "is 'rnn', and the tensors are those of 'gated'"),
         ({"markov_head_type": "vanilla"}, CheckpointCorrupt, "is 'vanilla', and the tensors are those of 'gated'"),
         ({"markov_rank": 7}, CheckpointCorrupt, "markov_rank is 7, and the tensors are those of 6"),

@@ -40,69 +40,9 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
 from joint_world import on_disk
-from published_heads import HEADS, Published
+from published_heads import CASES, HEADS, LLAMA3, YARN, made, written
 
-Make = Callable[[TargetModel], Published]
 DEEP = {"num_hidden_layers": 8}  # three different layers are read
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-YARN = {"rope_theta": 150000.0, "rope_scaling": {**YARN, "original_max_position_embeddings": 32}}  # of gpt-oss
-MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}  # a text's positions are one
-CASES: dict[str, Make] = {
-    "medusa v0.1": published.medusa,
-    "medusa v2": lambda target: published.medusa(target, own=False),
-    "vllm-medusa": published.vllm_medusa,
-    "vllm-medusa without biases": lambda target: published.vllm_medusa(target, biases=False, trimmed=False),
-    "vllm-medusa with one lm_head": lambda target: published.vllm_medusa(target, one=True),
-    "hydra": published.hydra,
-    "hydra++": lambda target: published.hydra(target, prefix=True),
-    "hydra without draft tokens": lambda target: published.hydra(target, grounded=False),
-    "accelerator": published.accelerator,
-    "accelerator, tied and scaled": lambda target: published.accelerator(target, tied=True, scaled=True),
-    "accelerator, tied and repeated": lambda target: published.accelerator(target, tied=True, all_stages=True),
-    "accelerator, marked as tied": lambda target: published.accelerator(target, tied=True, distinct=True),
-    "eagle": published.eagle,
-    "eagle without a bias": lambda target: published.eagle(target, fusion_bias=False, scaling=True),
-    "eagle of qwen2": lambda target: published.eagle(target, qkv_bias=True),
-    "eagle3": published.eagle3,
-    "eagle3, residual after the norm": lambda target: published.eagle3(target, norm_before_residual=True),
-    "eagle3.1": lambda target: published.eagle3(target, fc_norm=True, norm_output=True, trimmed=False),
-    "eagle3 of gpt-oss": lambda target: published.eagle3(target, norm_before_fc=True, layers=[2, 5, 8]),
-    "eagle3 with layers of its own": lambda target: published.eagle3(target, layers=[1, 3, 6], attention_bias=True),
-    "eagle3 with an embedding of its own": lambda target: published.eagle3(target, own_embedding=True),
-    "eagle3 of another size": lambda target: published.eagle3(target, size=24, own_embedding=True, fc_norm=True),
-    "eagle3 of a larger size": lambda target: published.eagle3(
-        target, size=48, own_embedding=True, norm_output=True, attention_bias=True, trimmed=False
-    ),
-    "speculators of another size": lambda target: published.eagle3(
-        target, form="layers.0.", size=40, own_embedding=True, norm_before_residual=True
-    ),
-    "speculators": lambda target: published.eagle3(target, form="layers.0.", norm_before_residual=True),
-    "eagle3 with a layer of Qwen3": lambda target: published.eagle3(target, form="layers.0.", norm_heads=True),
-    "eagle3 with a window": lambda target: published.eagle3(target, window=3, norm_output=True),
-    "eagle3 of the last hidden state": lambda target: published.eagle3(target, has_fc=False, trimmed=False),
-    "eagle3 with YaRN": lambda target: published.eagle3(target, form="layers.0.", rope=YARN, window=4),
-    "eagle3 of Llama 3": lambda target: published.eagle3(target, rope={"rope_scaling": LLAMA3}),
-    "eagle3 of Qwen3-VL": lambda target: published.eagle3(target, rope={"rope_scaling": MROPE}),
-}
-
-
-def written(head: Published, folder: Path) -> Path:
-    """Its files, as the project stores them."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(head.config))
-    if head.file.endswith(".pt"):
-        torch.save(head.tensors, folder / head.file)
-    else:
-        save_file(head.tensors, folder / head.file)
-    return folder
-
-
-def made(case: str, target: TargetModel) -> Published:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return CASES[case](target)
 
 
 @pytest.fixture
@@ -455,6 +395,12 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle3", {}, {"d2t": torch.full((10,), 500)}, "d2t makes the ids .* different integers in 0 … 23"),
         ("eagle3", {}, {"t2d": torch.ones(24, dtype=torch.bool)}, "t2d and d2t name different draft tokens"),
         ("eagle3", {}, {"fc.weight": torch.full((32, 96), torch.nan)}, r"the tensor .*fc\.weight has a NaN"),
+        (
+            "speculators",
+            {},
+            {"layers.1.input_layernorm.weight": torch.ones(32)},
+            "it has several layers, and an EAGLE-3",
+        ),
         ("eagle3", {"target_hidden_size": 64}, {}, "states of 64 numbers, and those of .* 32"),
         ("medusa v0.1", {}, {"999999999.0.linear.weight": torch.zeros(2, 2)}, "theirs"),
         ("accelerator", {"scale_input": "false"}, {}, "theirs"),

@@ -41,7 +41,7 @@ from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
-_OF_ITSELF, _SPECULATORS = "dflash_config", "speculators_model_type"
+_OF_ITSELF, _SPECULATORS = ("dflash_config", "dspark_config"), "speculators_model_type"
 _SHIFTED = ("sample_from_anchor", "shift_label")
 _DEEPSPEC = ("Qwen3DSparkModel", "Lfm2DSparkDraftModel")  # whose blocks are shifted
 _ARCHITECTURES = {  # all with Qwen3's layers
@@ -59,7 +59,7 @@ _KEYS = {  # beside those of its layers
     *(*_CAUSAL, *_NEOX, "use_swa", "swa_window_size", "sliding_window_non_causal"),
     *("max_anchors", "confidence_head_alpha"),  # of training
     *("runtime_block_size", "confidence_temperatures"),  # how many draft tokens a server takes: here `tune` finds it
-    *(_OF_ITSELF, *_SHIFTED, "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "target_layer_ids"),
+    *(*_OF_ITSELF, *_SHIFTED, "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "target_layer_ids"),
     *("num_target_layers", "input_embedding_scale", "draft_vocab_size", "target_hidden_size", "num_anchors"),
     *("transformer_layer_config", "speculators_config", "markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov", "projector_type"),
@@ -89,7 +89,9 @@ def block_layout(source: Source, base: TargetModel, *, keys: Collection[str] = (
         make: the configuration and the names of that kind's own tensors.
     """
     source.need_config("it says which layers the head reads, and what stands for a masked token")
-    given: dict[str, Any] = {**source.config, **(source.config.get(_OF_ITSELF) or {})}
+    given: dict[str, Any] = dict(source.config)
+    for part in _OF_ITSELF:
+        given |= source.config.get(part) or {}
     layer: Mapping[str, Any] = given.get("transformer_layer_config") or given
     parts = {name.partition(".")[0] for name in source.shapes}
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
@@ -98,6 +100,9 @@ def block_layout(source: Source, base: TargetModel, *, keys: Collection[str] = (
     check_keys(source, [*_KEYS, *keys, *_OTHERWISE, *LAYER_KEYS], its_own)
     _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else {})
     is_shifted, guesses = _is_shifted(source, given, is_markov=is_markov)
+    of_base = int(base.config.num_hidden_layers)
+    if (told := source.number("num_target_layers", given=given) or of_base) != of_base:
+        raise source.wrong(f"num_target_layers is {told}, and {base.model_id} has {of_base}")
     block = source.number("block_size", most=MOST_DEPTH, given=given)
     mask = given.get("mask_token_id")
     if block is None or block < 2 - is_shifted or not isinstance(mask, int):
@@ -363,7 +368,7 @@ def write_dflash(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     refuse({**obstacles(config, target), **not_shared(config)})
     layer, tensors = body(head, target)
     keys = block_keys(config, target)
-    about = {"architectures": ["DFlashDraftModel"], **layer, _OF_ITSELF: keys}
+    about = {"architectures": ["DFlashDraftModel"], **layer, "dflash_config": keys}
     return {**about, **{name: keys[name] for name in ("num_target_layers", "block_size")}}, tensors
 
 

@@ -21,6 +21,7 @@ from draftheads.formats.layout import (
     distance,
     draft_vocab,
     lm_head_of,
+    numbers_in,
     refuse,
     speculators_config,
     vocabulary_maps,
@@ -104,7 +105,9 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, LAYER_KEYS, {} if layer is given else layer, "transformer_layer_config.")
     check_keys(source, [*_KEYS, *_ALWAYS, _AUX], of_eagle, "eagle_config.")
     others = [name for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual]
-    reasons = {f"{name} is {of_eagle[name]}, and heads of this kind cannot be read": True for name in others}
+    reasons: dict[str, object] = {f"{name} is {of_eagle[name]}, and such heads cannot be read": True for name in others}
+    deeper = numbers_in(shapes, r"layers\.([1-9]\d*)\.input_layernorm\.weight")
+    reasons["it has several layers, and an EAGLE-3 head has one, which is used again for each depth"] = deeper
     refuse(reasons, UnsupportedModel, f"{source.config_file}: ")
     size, has_fc = _size(shapes, prefix), "fc.weight" in shapes
     sizes = layer_options(source, base, layer, size, prefix, has_windows=True)

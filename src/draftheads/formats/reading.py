@@ -14,7 +14,7 @@ import torch
 from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.mixed import node_values
-from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
+from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.formats import dflash, dflash2, eagle, gguf, llama, medusa, mlp_speculator, mtp
 from draftheads.formats.layout import EMBEDDINGS, Format, Layout, Source
 from draftheads.models.file_checks import not_finite
@@ -25,6 +25,23 @@ from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
 NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DFlash2, DSpark and MTP layers of models"
+_UNREAD = {  # why heads cannot be read, and architectures and model types that are so
+    "it reads keys and values of the model's own layers, which heads are not given here": "Gemma4AssistantForCausalLM "
+    "Gemma4UnifiedAssistantForCausalLM",
+    "its layers have latent attention, and those of heads keys and values of groups": "Eagle3DeepseekV2ForCausalLM "
+    "Eagle3DeepseekV3ForCausalLM DeepseekV3ForCausalLMEagle3 EagleDeepSeekMTPModel EagleMistralLarge3ForCausalLM "
+    "K3DSparkModel",
+    "its layers have experts, and those of heads one feed-forward part": "GptOssForCausalLMEagle3 "
+    "Qwen3MoeForCausalLMEagle3 Glm4MoeForCausalLMEagle3 DeepseekV4ForCausalLMDSpark DSparkV41DraftModel",
+    "its layers have other parts than those of Llama and Qwen3": "Gemma4DSparkModel DFlashLagunaForCausalLM "
+    "EagleLlama4ForCausalLM EagleMiniCPMForCausalLM MuseGlimmerAssistantModel",
+    "a GRU over the tokens of the block changes its logits": "DominoDraftModel domino",
+    "it refines a block in several passes": "XPressDraftModel Qwen3XPressModel xpress",
+    "layers over the lattice of a block score its pairs": "LiLiCorrDraftModel lilicorr",
+    "its stages have gates or sizes of their own": "ArcticMLPSpeculatorPreTrainedModel "
+    "ArcticLSTMSpeculatorPreTrainedModel MLPVariantSpeculatorPreTrainedModel",
+}
+REFUSED = {name: why for why, names in _UNREAD.items() for name in names.split()}
 _PROJECTS = (medusa, mlp_speculator, dflash2, dflash, gguf, eagle, llama, mtp)
 FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
 # a model on the Hub with the tag mtp is a whole model: its layer is found in its files
@@ -89,7 +106,15 @@ def format_of(shapes: Mapping[str, tuple[int, ...]]) -> Format | None:
 
 
 def _form_of(opened: Source) -> Format | None:
-    """The format whose tensors these are."""
+    """The format whose tensors these are.
+
+    Raises:
+        UnsupportedModel: the configuration names a kind that cannot be read.
+    """
+    named = [opened.config.get("architectures"), opened.config.get("speculators_model_type")]
+    every = (name for names in named for name in (names if isinstance(names, list) else [names]))
+    if (kind := next((name for name in every if isinstance(name, str) and name in REFUSED), None)) is not None:
+        raise UnsupportedModel(f"{opened.path} is a head of the kind {kind}, which cannot be read: {REFUSED[kind]}")
     form = format_of(opened.shapes)
     if form is None and EMBEDDINGS & set(opened.shapes):
         raise ModelNotFound(
