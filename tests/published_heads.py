@@ -69,6 +69,15 @@ def shifted(x: Tensor, by: int) -> Tensor:
     return x.roll(-by, dims=1)
 
 
+def _renamed(head: Published, *names: tuple[str, str], **config: Any) -> Published:
+    """With other starts of its tensors' names, and other keys."""
+    for theirs, new in names:
+        found = head.tensors.items()
+        head.tensors = {new + name.removeprefix(theirs) if name.startswith(theirs) else name: t for name, t in found}
+    head.config = {name: value for name, value in {**head.config, **config}.items() if value is not None}
+    return head
+
+
 def medusa(target: TargetModel, *, own: bool = True, layers: int = 2) -> Published:
     """Version 0.1, with an lm_head of its own for each head, or version 2."""
     size, vocab = target.hidden_size, target.vocab_size
@@ -404,6 +413,17 @@ CASES: dict[str, Make] = {
     "eagle": eagle,
     "eagle without a bias": lambda target: eagle(target, fusion_bias=False, scaling=True),
     "eagle of qwen2": lambda target: eagle(target, qkv_bias=True),
+    "hass of speculators": lambda target: _renamed(
+        eagle(target),
+        ("fc.", "fusion_fc."),
+        ("layers.0.", "transformer."),
+        **dict.fromkeys(SIZES),
+        transformer_layer_config=SIZES,
+        transformer_layer_architecture="LlamaDecoderLayer",
+        speculators_model_type="eagle",
+        fusion_bias=True,
+        layernorms=False,
+    ),
     "eagle3": eagle3,
     "eagle3, residual after the norm": lambda target: eagle3(target, norm_before_residual=True),
     "eagle3.1": lambda target: eagle3(target, fc_norm=True, norm_output=True, trimmed=False),

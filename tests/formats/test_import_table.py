@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "import.md").read_text(encoding="ut
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line][1:]
 READ = {name: row for row in ROWS for name in re.findall(r"`([^`]+)`", row[1]) if row[-1].startswith("●")}
 NOT_READ = {name: row for row in ROWS for name in re.findall(r"`([^`]+)`", row[1]) if row[-1] == "refused"}
-TYPES = ("eagle3", "dflash", "dflash2", "dspark", "mtp")  # of speculators
+TYPES = ("eagle", "eagle3", "dflash", "dflash2", "dspark", "mtp")  # of speculators
 # the case of the slow comparisons (test_published, test_block_files, test_mtp_files) that is a head of that name
 OPENED = {
     "medusa_lm_head.pt": "medusa v0.1",
@@ -32,6 +32,7 @@ OPENED = {
     "MLPSpeculatorPreTrainedModel": "accelerator, tied and scaled",
     **dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), "eagle"),
     "Qwen2ForCausalLMEagle": "eagle of qwen2",
+    **dict.fromkeys(("eagle", "EagleSpeculator"), "hass of speculators"),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"), "eagle3"),
     **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), "eagle3 of Qwen3-VL"),
     **dict.fromkeys(("eagle3", "Eagle3Speculator", "Eagle3DraftModel"), "speculators"),

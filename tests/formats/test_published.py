@@ -182,11 +182,13 @@ def test_a_head_of_gpt_oss_is_read_and_decodes_without_changing_a_word(publisher
     assert [answer.token_ids for answer in drafted.generate(PROMPTS, max_new_tokens=12)] == plain
 
 
+@pytest.mark.parametrize("prefix", ["medusa_head", "medusa_heads"])
 def test_a_full_model_with_heads_is_its_own_base(
-    stored: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefix: str, stored: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of Medusa 1.0, and as ModelOpt names them."""
     name = stored.model_id
-    heads = {f"medusa_head.{key}": tensor for key, tensor in published.medusa(stored).tensors.items()}
+    heads = {f"{prefix}.{key}": tensor for key, tensor in published.medusa(stored).tensors.items()}
     both = {**load_file(tmp_path / "model" / "model.safetensors"), **heads}
     save_file(both, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     assert import_head(name, tmp_path / "ours", model=name).config.num_heads == HEADS
@@ -301,6 +303,15 @@ def test_another_base_is_refused(case: str, tmp_path: Path) -> None:
         convert(folder, tmp_path / "ours", base=other)
 
 
+def test_a_copy_of_the_lm_head_is_compared(target: TargetModel, tmp_path: Path) -> None:
+    head = made("eagle", target)
+    head.tensors["lm_head.weight"] = target.weights.lm_head.clone()
+    convert(written(head, tmp_path / "same"), tmp_path / "ours", base=target)
+    head.tensors["lm_head.weight"] += 1
+    with pytest.raises(CheckpointMismatch, match=r"its lm_head\.weight differs by \d+% from the lm_head of"):
+        convert(written(head, tmp_path / "other"), tmp_path / "more", base=target)
+
+
 def test_what_is_no_head_is_refused(target: TargetModel, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFound, match="no file that ends in"):
@@ -373,6 +384,13 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle", {"partial_rotary_factor": 0.5, "rope_scaling": LLAMA3}, {}, "partial_rotary_factor is 0.5"),
         ("speculators", {"transformer_layer_config": {"rope_parameters": PART}}, {}, "partial_rotary_factor is 0.5"),
         ("eagle", {"sliding_window": 16}, {}, "attention within a window"),
+        ("hass of speculators", {"layernorms": True}, {}, "unknown key layernorms"),
+        (
+            "hass of speculators",
+            {"transformer_layer_config": {"steering": 2}},
+            {},
+            r"unknown key transformer_layer_con",
+        ),
         ("eagle3", {"norm_before_fc": True}, {}, "norm_before_fc is True, and the tensors are those of False"),
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm is True"),
         ("eagle3 with layers of its own", {"eagle_config": {IDS: [1, 2, 3]}}, {}, "1, 2, 3. in eagle_config"),

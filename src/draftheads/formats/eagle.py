@@ -35,6 +35,8 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_config import three_layers
 
 _SPECULATORS, _PUBLISHED = _PREFIXES = "layers.0.", "midlayer."
+_EAGLE = (("fc.", _SPECULATORS), ("fusion_fc.", "transformer."))  # of version 1; the second is speculators'
+_OF_SPECULATORS = ("transformer_layer_config", "speculators_config", "fusion_bias", "transformer_layer_architecture")
 _EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
@@ -59,8 +61,8 @@ _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
 def is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """One layer that reads as many numbers as a hidden state has, and ``fc`` two vectors."""
-    query, fused = shapes.get("layers.0.self_attn.q_proj.weight"), shapes.get("fc.weight")
-    return bool(query and fused) and fused[0] == query[1] and fused[1] == 2 * query[1]  # type: ignore[index]
+    pairs = ((shapes.get(f"{prefix}self_attn.q_proj.weight"), shapes.get(f"{fc}weight")) for fc, prefix in _EAGLE)
+    return any(query and fused and fused[0] == query[1] and fused[1] == 2 * query[1] for query, fused in pairs)
 
 
 def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -75,18 +77,21 @@ def _size(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
 
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
-    """Biases are there or not, whatever the configuration says."""
-    check_keys(source, LAYER_KEYS, source.config)
-    sizes = layer_options(source, base, source.config, base.hidden_size, _SPECULATORS)
-    config = EagleConfig(**sizes, fusion_bias="fc.bias" in source.shapes, num_heads=_depth(source))
-    copies = {_EMBEDDING: "embedding"}
-    return Layout("an EAGLE head", config, eagle_names(config), copies=copies, unused=_unused(source))
+    """Biases are there or not, whatever the configuration says. Of speculators' files only those without norms."""
+    fc, prefix = next(names for names in _EAGLE if f"{names[0]}weight" in source.shapes)
+    layer = source.config.get("transformer_layer_config") or source.config
+    check_keys(source, [*LAYER_KEYS, *(() if layer is source.config else _OF_SPECULATORS)], source.config)
+    check_keys(source, LAYER_KEYS, {} if layer is source.config else layer, "transformer_layer_config.")
+    sizes = layer_options(source, base, layer, base.hidden_size, prefix)
+    config = EagleConfig(**sizes, fusion_bias=f"{fc}bias" in source.shapes, num_heads=_depth(source))
+    copies = {_EMBEDDING: "embedding", "lm_head.weight": "lm_head"}
+    return Layout("an EAGLE head", config, eagle_names(config, fc, prefix), copies=copies, unused=_unused(source))
 
 
-def eagle_names(config: EagleConfig) -> dict[str, str]:
+def eagle_names(config: EagleConfig, fc: str = "fc.", prefix: str = _SPECULATORS) -> dict[str, str]:
     """The published name of each tensor."""
-    names = {"fusion.weight": "fc.weight", **({"fusion.bias": "fc.bias"} if config.fusion_bias else {})}
-    return names | layer_names(config, "layer.", _SPECULATORS, input_norm=False)
+    names = {"fusion.weight": f"{fc}weight", **({"fusion.bias": f"{fc}bias"} if config.fusion_bias else {})}
+    return names | layer_names(config, "layer.", prefix, input_norm=False)
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:

@@ -45,11 +45,11 @@ _KEYS = {  # numbers of heads and layers are those of the tensors
     *("truncated_vocab_size", "original_lm_head", "medusa_fc_bias", "hidden_state_offset"),
     *("hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "grounded_heads"),
 }
-_IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
+_IN_MODEL = ("medusa_head.", "medusa_heads.")  # of version 1.0 and ModelOpt, beside the base model's tensors
 _MOST_CHOICES = 1024  # published trees have 64
 _OF_VLLM = "medusa_heads."
 # names with the numbers of a head and of a layer in it
-_BLOCKS = rf"(?:{re.escape(_IN_MODEL)})?(\d+)\.(\d+)\.linear\.weight"
+_BLOCKS = r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.weight"
 _VLLM_BLOCKS = rf"(?:{re.escape(_OF_VLLM)})?blocks\.(\d+)\.layers\.(\d+)\.weight"
 _HYDRA_BLOCKS = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
 _PREFIX = "prefix_embeding_layer."  # as Hydra's project spells it
@@ -59,7 +59,7 @@ _EMBEDDING = "input_embed_fn.weight"
 def medusa_layout(source: Source, base: TargetModel) -> Layout:
     """Published configurations say fewer heads than the files have: the tensors count."""
     shapes = source.shapes
-    prefix = _IN_MODEL if any(name.startswith(_IN_MODEL) for name in shapes) else ""
+    prefix = next((prefix for prefix in _IN_MODEL if any(name.startswith(prefix) for name in shapes)), "")
     heads, layers = _counts(source, _BLOCKS)
     has_own = f"{prefix}0.{layers}.weight" in shapes
     config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own" if has_own else "shared")

@@ -72,7 +72,7 @@ _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tensor
 # buffers that models compute now, and heads beside the model that draft for it
 _IGNORABLE = r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$"
-_IGNORABLE += r"|\.num_batches_tracked$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
+_IGNORABLE += r"|\.num_batches_tracked$|^medusa_heads?\.|^(model\.)?mtp(_layers)?\."
 _ADVISERS = (
     "integrations.hub_kernels",
     *(f"models.{name}.modeling_{name}" for name in ("jamba", "nemotron_h", "zamba2")),
