@@ -99,7 +99,8 @@ def load(
             made for the model (:func:`search_heads`), else ``prompt-lookup``, and logs which. Without training:
             ``prompt-lookup`` copies from the text so far, ``lookahead`` predicts n-grams with the model itself.
         tokenizer: of a loaded model, or used in place of the model's own; a tokenizer, or the name of its model.
-        draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
+        draft_model: a smaller model drafts in place of a head: a name, also of one with another tokenizer, or a loaded
+            model with the same.
         chat_template: ``chatml``, ``hermes``, ``llama-2``, ``vicuna``, or a Jinja file. When left out, that of the
             head's training if it had one, else the tokenizer's own.
         template_variables: values of variables of the chat template, such as ``{"enable_thinking": False}``, for chats
@@ -132,13 +133,13 @@ def load(
     Raises:
         ModelNotFound, UnsupportedModel, CheckpointError: the model, the head or an adapter cannot be loaded.
         InvalidTree: ``tree`` is deeper than the head.
-        InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model of
-            another tokenizer; or int8 or int4 without the native library.
+        InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model
+            that shares no token with the model; or int8 or int4 without the native library.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
         CacheWarning: the cache of measured costs or of packed weights is damaged or cannot be written.
-        SpeedWarning: the faster products do not fit this version of transformers.
+        SpeedWarning: the faster products do not fit this version of transformers, or a draft model shares few tokens.
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
         GenerationWarning: a part of the model's generation configuration changes texts and is not applied.

@@ -9,13 +9,13 @@ from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import Mixed, MixedSession
-from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.errors import InvalidTree
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
-from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, ids, tiny_head, tiny_model
+from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, ids, tiny_head, tiny_model
 from thorough import some
 
 RECURRENT = ["qwen3_5_text", "mamba2"] if HAS_RECURRENT else []  # trees need a newer transformers
@@ -105,36 +105,6 @@ def test_a_draft_model_predicts_each_node_from_its_own_path(model: TargetModel) 
                 best = small.model(torch.tensor([text])).logits[0, -1].topk(len(children)).indices
                 assert draft.token_ids[row, children].tolist() == best.tolist()
         read = ends
-
-
-class Letters(IntegerTokenizer):
-    """Of a vocabulary; or one that splits texts in another way, and has none."""
-
-    def __init__(self, vocabulary: dict[str, int] | None) -> None:
-        self.splits = 3 if vocabulary else 4
-        self.get_vocab = (vocabulary or VOCABULARY).copy
-
-    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": [self.splits + ord(letter) % 7 for letter in text]}
-
-
-VOCABULARY = {"<eos>": 0, "a": 2, "b": 3}
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "named"),
-    [
-        ({"a": 7}, "token 2 is missing there and 'a' here"),
-        ({"a": 3, "b": 2}, "token 2 is 'b' there and 'a' here"),
-        ({"c": 9}, "token 9 is 'c' there and missing here"),
-        (None, "same tokens"),
-    ],
-)
-def test_a_draft_model_needs_our_tokenizer(vocabulary: dict[str, int] | None, named: str, model: TargetModel) -> None:
-    other = TargetModel(model.model, Letters(vocabulary and {**VOCABULARY, **vocabulary}), "other")
-    target = TargetModel(model.model, Letters(VOCABULARY), "target")
-    with pytest.raises(InvalidSettings, match=f"other .* target: .*{named}"):
-        DraftModel(other, target)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,7 @@ def compare_heads(
         prompts: at least 3, better 80; six built-in ones when left out. Records of
             :func:`draftheads.data.records.read_suite` have all turns and categories.
         chat_template: as for :func:`draftheads.load`.
-        drafting: its draft model, of the same tokenizer, is compared as well; heads as they are loaded also copy from
-            its corpus.
+        drafting: its draft model is compared as well; heads as they are loaded also copy from its corpus.
         settings: what is measured, and on how much.
         quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
             the original model; both are measured for typical acceptance when nothing is given.

@@ -140,8 +140,7 @@ class BenchOptions:
     """Draft heads: names, folders or Hugging Face ids. prompt-lookup and lookahead need no training. Default: these two
     and all installed heads of the model."""
     draft_model: str | None = None
-    """Also compare a smaller model that drafts. With the same tokenizer, on growing trees: a folder or a Hugging Face
-    id."""
+    """Also compare a smaller model that drafts, on growing trees: a folder or a Hugging Face id."""
     corpus: str | None = None
     """A text file from which heads with the tree "defaults" copy, too."""
     transformers: bool = False

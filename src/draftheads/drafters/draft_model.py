@@ -1,16 +1,20 @@
-"""A smaller model with the same tokenizer drafts for the target (Leviathan et al. 2023; Chen et al. 2023).
+"""A smaller model drafts for the target (Leviathan et al. 2023; Chen et al. 2023), also one of another tokenizer.
 
 It drafts on any tree that heads draft on, with a cache of its own. Each level of nodes is read together with all levels
 above it: a pass over a few tokens takes no longer than one over a single token, and no cache is kept between levels.
 """
 
+import logging
+import warnings
 from functools import partial
-from typing import Any, NamedTuple
+from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings
+from draftheads.drafters.vocabulary import SharedPredictor, TranslatedText, Vocabularies
+from draftheads.errors import InvalidSettings, SpeedWarning
 from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_of_states, bytes_per_slot, runner_for
 from draftheads.runners.runner import Row
@@ -20,7 +24,12 @@ from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.growing import Predictor, fill
 from draftheads.speculation.shapes import Shape, check_ranks
 from draftheads.speculation.tree import Tree
+from draftheads.utils.counts import counted
 from draftheads.utils.transfer import to_device
+
+_FEW = 0.02  # of the target's tokens; with 5 % trees have nine tenths of the tokens per step, as these are frequent
+
+logger = logging.getLogger("draftheads")
 
 
 class _State(NamedTuple):
@@ -41,8 +50,14 @@ class DraftModel(Drafter):
         target: the model that it drafts for.
         max_depth: of trees whose shape gives no depth.
 
+    If it has another tokenizer, trees are of the tokens that both vocabularies have, and the text of chains is spelt in
+    the target's tokens: see :mod:`draftheads.drafters.vocabulary`.
+
     Raises:
-        InvalidSettings: another tokenizer.
+        InvalidSettings: another tokenizer, and no token is shared, or layers have states.
+
+    Warns:
+        SpeedWarning: few of the target's tokens are shared.
     """
 
     needs_history = True
@@ -50,21 +65,32 @@ class DraftModel(Drafter):
     default_shape = Tree.chain(4)
 
     def __init__(self, model: TargetModel, target: TargetModel, *, max_depth: int = 6) -> None:
-        ours, theirs = model.fingerprints.tokenizer, target.fingerprints.tokenizer
-        if ours != theirs:
-            what = _first_difference(model.tokenizer, target.tokenizer)
-            raise InvalidSettings(
-                f"{model.model_id} has another tokenizer than {target.model_id}: {what}; take a draft model of the "
-                "same family"
-            )
         self.model = model
-        self.vocab_size = min(model.vocab_size, target.vocab_size)
         self.max_depth = max_depth
+        self.vocab_size = min(model.vocab_size, target.vocab_size)  # tokens that it can draft
+        self.vocabularies: Vocabularies | None = None
+        if model.fingerprints.tokenizer != target.fingerprints.tokenizer:
+            differs = f"{model.model_id} has another tokenizer than {target.model_id}"
+            if model.is_recurrent:
+                raise InvalidSettings(
+                    f"{differs}, and layers with states, which cannot go back to where its tokens change; take a draft "
+                    "model of the same family, or one without recurrent layers"
+                )
+            self.vocabularies = Vocabularies(model, target)
+            self.vocab_size = self.vocabularies.shared.shape[1]
+            share, count = self.vocabularies.coverage, counted(len(self.vocabularies.target.bytes), "token")
+            words = f"{differs}: it can draft {share:.1%} of the target's {count}"
+            if share < _FEW:
+                little = f"{words}: trees will draft little, chains (the default) more"
+                warnings.warn(little, SpeedWarning, stacklevel=2)
+            else:
+                logger.info(words)
 
     @property
     def bytes_per_slot(self) -> int:
-        """Memory of the keys and values of one token."""
-        return bytes_per_slot(self.model)
+        """Memory of the keys and values of one token of the target."""
+        ratio = 1.0 if self.vocabularies is None else max(1.0, self.vocabularies.ratio)
+        return ceil(bytes_per_slot(self.model) * ratio)
 
     def bytes_of_rows(self, num_rows: int) -> int:
         """Memory of the states of recurrent layers."""
@@ -83,17 +109,6 @@ class DraftModel(Drafter):
         check_ranks(shape, self.vocab_size)
 
 
-def _first_difference(ours: Any, theirs: Any) -> str:
-    """In words: the first token that two tokenizers do not share."""
-    ids = [tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {} for tokenizer in (ours, theirs)]
-    names = [{token_id: token for token, token_id in each.items()} for each in ids]
-    for token_id in sorted({*names[0], *names[1]}):
-        one, other = (repr(each[token_id]) if token_id in each else "missing" for each in names)
-        if one != other:
-            return f"token {token_id} is {one} there and {other} here"
-    return "they have the same tokens and split texts in different ways"
-
-
 class DraftModelSession(DraftSession, Predictor):
     """The small model's cache of one batch."""
 
@@ -101,20 +116,30 @@ class DraftModelSession(DraftSession, Predictor):
         self.drafter = drafter
         self._runner = runner_for(drafter.model)
         self._rows: list[Row] = []
+        self._texts: list[TranslatedText] = []  # of the rows, if the draft model has another tokenizer
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """Draft tokens for every row."""
         self.drafter.check_shape(shape)
         max_depth = shape.max_depth or self.drafter.max_depth
-        return fill(self, shape, context, begin=partial(self.begin, context), max_depth=max_depth)
+        both = self.drafter.vocabularies
+        begin = partial(self.begin, self._translated(context))
+        if both is None:
+            return fill(self, shape, context, begin=begin, max_depth=max_depth)
+        is_chain = isinstance(shape, Tree) and shape.num_nodes == shape.max_depth + 1 > 1
+        if is_chain and not both.are_equal and context.rules is None:
+            chain = fill(self, Tree.chain(both.chain_length(max_depth)), context, begin=begin, max_depth=max_depth)
+            return both.respelt(chain, context.root_ids, shape.num_nodes)
+        return fill(SharedPredictor(self, both), shape, context, begin=begin, max_depth=max_depth)
 
     def observe(self, context: Context) -> None:
-        self._catch_up(context)
+        self._catch_up(self._translated(context))
 
     def keep(self, rows: Tensor) -> None:
         kept = [self._rows[row] for row in rows.tolist()]
         self._runner.drop([row for row in self._rows if row not in kept])
         self._rows = kept
+        self._texts = [self._texts[row] for row in rows.tolist()] if self._texts else []
 
     def begin(self, context: Context, depth: int) -> _State:
         """The root, once the accepted tokens before it are read; both in one pass."""
@@ -124,7 +149,7 @@ class DraftModelSession(DraftSession, Predictor):
 
     def predict(self, state: _State, depth: int) -> Tensor:
         """(B, W, V)."""
-        return state.logits[..., : self.drafter.vocab_size]
+        return state.logits if self.drafter.vocabularies else state.logits[..., : self.drafter.vocab_size]
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
         """Reads the tree with the chosen children."""
@@ -147,6 +172,25 @@ class DraftModelSession(DraftSession, Predictor):
     def _known(self, token_ids: Tensor) -> Tensor:
         """Tokens as the small model can read them: of those that it does not have, the last one that it has."""
         return token_ids.clamp_max(self.drafter.model.vocab_size - 1)
+
+    def _translated(self, context: Context) -> Context:
+        """The same in the draft model's tokens. What changed of those that were read is not kept."""
+        if (both := self.drafter.vocabularies) is None:
+            return context
+        known = len(self._rows)
+        self._texts += [TranslatedText(both) for _ in range(context.num_new_rows(known))]
+        ids = []
+        for number, (text, new) in enumerate(zip(self._texts, context.ids, strict=True)):
+            same, start = text.add(new[1 if number < known else 0 :]), 0  # the first one of known rows was their root
+            if number < known:
+                row = self._rows[number]
+                start = row.length = min(row.length, same, len(text.ids) - 1)
+            ids.append(text.ids[start:])
+        device, width = context.root_ids.device, max(map(len, ids)) - 1
+        padded = [[*each[:-1], *[0] * (width + 1 - len(each))] for each in ids]
+        counts, roots = ([len(each) - 1 for each in ids], [each[-1] for each in ids])
+        tokens = to_device(padded, device, torch.long).view(len(ids), width)
+        return Context(context.hidden, tokens, to_device(counts, device), to_device(roots, device), known_ids=ids)
 
     def _catch_up(self, context: Context) -> Tensor:
         """Reads what was accepted, prompts of new rows included, and the roots, of which nothing is kept: (B, V)."""

@@ -73,7 +73,8 @@ def custom_generate(
     Args:
         head: a bundled head's name, a folder, or a Hugging Face id. ``prompt-lookup`` and ``lookahead`` need no head.
         tokenizer: of the model, or the name of its model; when left out that of the name by which the model was loaded.
-        draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
+        draft_model: a smaller model drafts in place of a head: a name, also of one with another tokenizer, or a loaded
+            model with the same.
         tree: as for :func:`draftheads.load`, but no ``Sampled`` tree.
         copy: whether drafts also hold copies from the text so far.
         precision: ``int8`` or ``int4``, for CPUs, holds the linear layers in 8 or 4 bits: faster, but another model.

@@ -218,7 +218,7 @@ class Drafting:
     that is made for the model, else prompt-lookup. prompt-lookup copies from the text so far; lookahead refines draft
     tokens of the model itself. Plain decoding when left out."""
     draft_model: str | None = None
-    """A smaller model drafts in place of a head. With the same tokenizer: a folder or a Hugging Face id."""
+    """A smaller model drafts in place of a head: a folder or a Hugging Face id. Best with the same tokenizer."""
     tree: str = "auto"
     """What is drafted: auto, plain, 24, static:24, drawn:3, or a tree. auto: the fastest number of nodes, by the head's
     acceptance profile and the costs here; plain: nothing; 24: growing trees of so many nodes; static:24: the head's
