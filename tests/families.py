@@ -212,7 +212,7 @@ def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int 
     """An untrained head with weights that are not its starting values."""
     config_class, head_class = head_classes(method)
     sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
-    if method in ("eagle3", "dflash", "dflash2", "dspark"):
+    if method in ("eagle3", "dflash", "dflash2", "dspark", "p-eagle"):
         sizes["layers"] = [0, 1]
     config = config_class(**{**sizes, **fitting(method, num_heads=num_heads, **options)})
     torch.manual_seed(seed)

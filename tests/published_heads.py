@@ -23,12 +23,13 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from draftheads.models.model import TargetModel
 
 Tensors = dict[str, Tensor]
 HEADS = 3
+MASK = 6  # of P-EAGLE
 DRAFTED = torch.tensor([4, 9, 2, 20, 21, 23, 7, 10, 12, 13])  # draft tokens, in no order
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -309,6 +310,48 @@ def eagle3(
     return Published("eagle3", tensors, about, logits, back=back, states=3 if has_fc else 1)
 
 
+def p_eagle(
+    target: TargetModel,
+    *,
+    form: str = "amazon",
+    trimmed: bool = False,
+    num_layers: int = 3,
+    own_embedding: bool = True,
+    **flags: bool,
+) -> Published:
+    """EAGLE-3 with further layers and a vector for masks, as Amazon, SpecForge or speculators stores it."""
+    known = dict.fromkeys(("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias"), False)
+    count, sizes = len(DRAFTED) if trimmed else target.vocab_size, {**SIZES, "num_hidden_layers": num_layers}
+    known |= {name: value for name, value in flags.items() if name != "norm_heads"}
+    given = {**sizes, **known, "draft_vocab_size": count, "target_hidden_size": target.hidden_size}
+    head = PEagle({**given, "window": 0, "has_fc": True, "norm_heads": flags.get("norm_heads", False)}).eval()
+    for parameter in head.parameters():
+        parameter.data = numbers(*parameter.shape)
+    first = "midlayer." if form == "amazon" else "layers.0."
+    tensors = {name.replace("midlayer.", first): tensor for name, tensor in head.state_dict().items()}
+    ids_of = DRAFTED if trimmed else torch.arange(count)
+    tensors["d2t"] = ids_of - torch.arange(count)
+    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids_of, value=True)
+    embedding = numbers(target.vocab_size, sizes["hidden_size"]) if own_embedding else target.weights.embedding.float()
+    if own_embedding:
+        tensors["embed_tokens.weight"] = embedding.clone()
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        ends = range(1, ids.shape[1] - HEADS)
+        parts = [(hidden[0, :end], embedding[ids[0, 1 : end + 1]], embedding[MASK]) for end in ends]
+        return [of_head[None] for of_head in torch.stack([head.predictions(*part) for part in parts]).unbind(1)]
+
+    config: dict[str, Any] = {**given, "ptd_token_id": MASK, "architectures": ["LlamaForCausalLMEagle3"]}
+    if form == "specforge":
+        config = {**given, "mask_token_id": MASK, "architectures": ["PEagleDraftModel"], "num_depths": HEADS}
+    if form == "speculators":
+        config = {name: value for name, value in given.items() if name not in SIZES}
+        config |= {"speculators_model_type": "peagle", "transformer_layer_config": sizes, "mask_token_id": MASK}
+        methods = [{"proposal_type": "greedy", "speculative_tokens": HEADS}]
+        config["speculators_config"] = {"algorithm": "peagle", "proposal_methods": methods}
+    return Published("p-eagle", tensors, config, logits, back="speculators", states=3)
+
+
 def unrolled(
     states: Tensor,
     ids: Tensor,
@@ -376,8 +419,8 @@ class Eagle3(nn.Module):
         logits: Tensor = self.lm_head(state if self.norm_output else self.norm(state))
         return logits
 
-    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """What the next place reads as its state (M,): inputs are (T, M)."""
+    def rows(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """The layer's outputs (T, M) of inputs (T, M)."""
         layer, positions = self.midlayer, torch.arange(len(states))[None]
         normed = layer.hidden_norm(states)
         x = torch.cat([layer.input_layernorm(embedded), normed], -1)[None]
@@ -386,9 +429,41 @@ class Eagle3(nn.Module):
         mask = torch.zeros(len(states), len(states)).masked_fill(hidden_from, -torch.inf)[None, None]
         states = normed if self.norm_before_residual else states
         x = states + layer.self_attn(x, position_embeddings=self.rotary(x, positions), attention_mask=mask)[0][0]
-        x = (x + layer.mlp(layer.post_attention_layernorm(x)))[-1]
+        out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+        return out
+
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """What the next place reads as its state (M,): inputs are (T, M)."""
+        x = self.rows(embedded, states)[-1]
         last: Tensor = self.norm(x) if self.norm_output else x
         return last
+
+
+class PEagle(Eagle3):
+    """The same with further layers of Llama's kind, and a vector in place of the hidden states of masks."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(given)
+        config = LlamaConfig(**{**given, "dtype": torch.float32}, attn_implementation="eager")  # type: ignore[call-arg]
+        options: dict[str, Any] = {**given, "head_dim": config.head_dim, "attn_implementation": "eager"}
+        kind: Any = (lambda i: Qwen3DecoderLayer(Qwen3Config(**options), i)) if given["norm_heads"] else None
+        kind = kind or (lambda i: LlamaDecoderLayer(config, i))
+        deeper = {str(i): kind(i) for i in range(1, given["num_hidden_layers"])}
+        for layer in deeper.values():
+            layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, config.hidden_size, bias=False)
+        self.layers = nn.ModuleDict(deeper)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
+
+    def predictions(self, hidden: Tensor, embedded: Tensor, mask: Tensor) -> Tensor:
+        """(HEADS, V') behind a text (T, 3·D), (T, M), in one pass over it and a mask for each further token."""
+        masks, hidden_of_masks = mask.expand(HEADS - 1, -1), self.mask_hidden[0].expand(HEADS - 1, -1)
+        x = self.rows(torch.cat([embedded, masks]), self.states(torch.cat([hidden, hidden_of_masks])))[None]
+        causal = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+        turns = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers.values():
+            x = layer(x, attention_mask=causal, position_embeddings=turns)
+        logits: Tensor = self.lm_head(self.norm(x[0, len(hidden) - 1 :]))
+        return logits
 
 
 Make = Callable[[TargetModel], Published]
@@ -438,6 +513,16 @@ CASES: dict[str, Make] = {
         target, form="layers.0.", size=40, own_embedding=True, norm_before_residual=True
     ),
     "speculators": lambda target: eagle3(target, form="layers.0.", norm_before_residual=True),
+    "p-eagle": p_eagle,
+    "p-eagle of specforge": lambda target: p_eagle(
+        target, form="specforge", norm_before_residual=True, own_embedding=False, norm_heads=True
+    ),
+    "speculators p-eagle": lambda target: p_eagle(
+        target, form="speculators", trimmed=True, norm_before_fc=True, norm_output=True, attention_bias=True
+    ),
+    "speculators p-eagle of one layer": lambda target: p_eagle(
+        target, form="speculators", num_layers=1, norm_before_residual=True, fc_norm=True
+    ),
     "eagle3 with a layer of Qwen3": lambda target: eagle3(target, form="layers.0.", norm_heads=True),
     "eagle3 with a window": lambda target: eagle3(target, window=3, norm_output=True),
     "eagle3 of the last hidden state": lambda target: eagle3(target, has_fc=False, trimmed=False),

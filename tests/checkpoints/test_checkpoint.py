@@ -60,7 +60,7 @@ def tiny_base(
 
 def random_head(base: TargetModel, method: str = "medusa", **options: Any) -> DraftHead:
     """A head that reads the last hidden state."""
-    own = {"layers": []} if method in ("eagle3", "dflash", "dflash2", "dspark") else {}
+    own = {"layers": []} if method in ("eagle3", "dflash", "dflash2", "dspark", "p-eagle") else {}
     return tiny_head(method, base, **own, **options)
 
 
@@ -100,7 +100,8 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     loaded = load_head(tmp_path / "head", base)
     ours, theirs = (propose(each, context(), BestFirst(12)) for each in (head, loaded))
     assert torch.equal(ours.token_ids, theirs.token_ids)
-    assert torch.equal(ours.path_log_probs, theirs.path_log_probs)  # type: ignore[arg-type]
+    # a product's order of sums depends on where a tensor begins in memory
+    torch.testing.assert_close(ours.path_log_probs, theirs.path_log_probs, rtol=0, atol=2e-6)
     assert loaded.default_shape == head.default_shape, "the assumed profile's"
     assert type(loaded) is type(head)
     assert loaded.config == head.config

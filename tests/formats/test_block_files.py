@@ -259,18 +259,8 @@ def test_an_embedding_of_the_mask_that_does_not_fit_is_refused(
         convert(tmp_path / "masked", tmp_path / "ours", base=model)
 
 
-def test_relatives_that_cannot_be_represented_are_refused_by_name(tmp_path: Path, model: TargetModel) -> None:
-    """P-EAGLE, and models whose logits are more than a product."""
-    size = model.hidden_size
-    tensors = {
-        "fc.weight": torch.ones(size, 3 * size),
-        "layers.0.self_attn.q_proj.weight": torch.ones(size, 2 * size),
-        "mask_hidden": torch.ones(1, 1, 3 * size),
-    }
-    (tmp_path / "peagle").mkdir()
-    save_file(tensors, tmp_path / "peagle" / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"is a P-EAGLE head: several layers .* train a dflash or dspark head"):
-        convert(tmp_path / "peagle", tmp_path / "ours", base=model)
+def test_models_that_cannot_be_represented_are_refused_by_name(tmp_path: Path) -> None:
+    """Models whose logits are more than a product."""
     scaled = tiny_model("granite", logits_scaling=2.0)
     write_markov_file(tmp_path / "scaled", scaled)
     with pytest.raises(UnsupportedModel, match=r"multiplies its logits by 0\.5, for which the layout has no place"):

@@ -51,6 +51,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3, 3.1": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own"},
     "eagle3, one state": {"layers": [], "num_key_value_heads": 1},
     "eagle3, window": {"window": 3, "norm_heads": True},
+    "p-eagle, deep": {"num_layers": 3, "num_key_value_heads": 2, "draft_vocab_size": 12, "norm_heads": True},
+    "p-eagle, one state": {"layers": [], "norm_before_residual": True, "mask_token_id": 5},
     "eagle, no bias": {"fusion_bias": False, "num_key_value_heads": 1},
     "eagle, own": {"lm_head": "own"},
     "eagle, low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
@@ -96,7 +98,7 @@ def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_drafting_is_what_was_taught(name: str) -> None:
     """As the public check says, which other packages use."""
-    layers = {"layers": [0, 1]} if name.startswith("eagle3") else {}
+    layers = {"layers": [0, 1]} if name.startswith(("eagle3", "p-eagle")) else {}
     check_head(method_of(name), **{**layers, **VARIANTS[name]})
 
 

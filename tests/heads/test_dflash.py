@@ -182,7 +182,7 @@ def test_places_are_drawn_anew_before_two_tokens_of_the_assistant() -> None:
     assert all(3 in places[1] for places in drawn), "x_4 and x_5 are the assistant's"
     assert {int(random_places(mask[1:], 1)) for _ in range(20)} == {3}, "x_3 is not, though x_4 is"
     predictions = find_predictions(mask, 3)
-    kept = predictions.behind(torch.tensor([[1], [3]]), 6)
+    kept = predictions.behind(torch.tensor([[1], [3]]), 6, [1, 1, 1])
     assert kept.positions.tolist() == [2, 3, 10]
     assert kept.counts.int().tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
 

@@ -11,6 +11,7 @@ from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.data.features import Document, Documents, Texts
 from draftheads.data.texts import EncodedChat
 from draftheads.heads import HEADS
+from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.settings import LossKind
 from draftheads.train import learner as learning
@@ -57,7 +58,7 @@ def assert_equal_in_all_plans(module: nn.Module, batches: Any, **inputs: Any) ->
 
 
 def options(method: str, **changes: Any) -> Any:
-    if method in ("eagle3", "dflash", "dflash2", "dspark"):  # the hidden states are those of the last layer
+    if method in ("eagle3", "dflash", "dflash2", "dspark", "p-eagle"):  # the hidden states are those of the last layer
         changes["head_options"] = ("layers=[]",)
     return train_options(Path("out"), Path("x"), **{"method": method, "draft_vocab_size": 40, **changes})
 
@@ -75,6 +76,7 @@ def test_batches_of_a_step_have_the_gradient_of_one_batch(
 ):
     every_place = lambda mask, _: torch.arange(mask.shape[1]).expand(len(mask), -1)  # noqa: E731 - none is drawn
     monkeypatch.setattr(learning, "random_places", every_place)
+    monkeypatch.setattr(DraftHead, "place_numbers", lambda _, count: [count] * 4)
     store = RandomTexts(target.hidden_size)
     head = new_head(options(method), target, store, range(4))
     for parameter in head.parameters():

@@ -64,7 +64,7 @@ def test_training_improves_the_heads_predictions(
     target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
 ):
     heads = fitting(method, num_heads=3)
-    if method in ("eagle3", "dflash", "dflash2", "dspark"):  # these features are of the last hidden state
+    if method in ("eagle3", "dflash", "dflash2", "dspark", "p-eagle"):  # these features are of the last hidden state
         heads["head_options"] = ("layers=[]",)
     settings = train_options(tmp_path / "out", features, method=method, loss=loss, epochs=12, **heads)
     train_for(target, settings)

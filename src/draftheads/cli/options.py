@@ -112,8 +112,8 @@ class ExportOptions:
     """The layout, or an engine that reads it (vllm, sglang); by default that of the head's own project. For eagle3
     heads eagle3 (vLLM, SGLang, llama.cpp, OpenVINO) or speculators; for dflash and dspark heads the same name,
     speculators, or gguf (llama.cpp); for eagle heads eagle (vLLM), or eagle-sglang, which those with a bias of fc get;
-    for medusa heads medusa; for MLP speculators mlp-speculator (IBM's); for small-llama heads small-llama, an ordinary
-    Llama."""
+    for p-eagle heads speculators; for medusa heads medusa; for MLP speculators mlp-speculator (IBM's); for small-llama
+    heads small-llama, an ordinary Llama."""
     with_embedding: bool = False
     """Write the model's embedding into eagle3 and eagle heads. vllm-project/speculators trains them further from it."""
     model: str = "smollm2-135m"

@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 heads: SafeAILab's, SpecForge's and AngelSlim's files, and vllm-project/speculators'."""
+"""EAGLE, EAGLE-3 and P-EAGLE heads: SafeAILab's, SpecForge's, AngelSlim's, Amazon's and speculators' files."""
 
 import warnings
 from collections.abc import Mapping
@@ -30,7 +30,8 @@ from draftheads.formats.llama import LAYER_KEYS, layer_names, layer_options, lla
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
 from draftheads.heads.eagle import EagleConfig
-from draftheads.heads.eagle3 import Eagle3Config
+from draftheads.heads.eagle3 import Eagle3Config, FusedConfig
+from draftheads.heads.p_eagle import PEagleConfig
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import three_layers
 
@@ -40,6 +41,7 @@ _OF_SPECULATORS = ("transformer_layer_config", "speculators_config", "fusion_bia
 _EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
+_PARALLEL_DEPTH = 8  # of P-EAGLE's, which its heads are trained for
 _SGLANG = f"{SGLANG} --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _KEYS = {  # beside those of its layer
@@ -53,9 +55,12 @@ _ALWAYS: dict[str, Any] = {  # what ModelOpt's files may say of a head, and what
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # speculators' name of P-EAGLE's mask, vLLM's and Amazon's
+_OF_P_EAGLE = {*_MASKS, "num_depths", "parallel_drafting", "down_sample_ratio", "down_sample_ratio_min"}
 _NORMS = {"fc_norm": "fc_norm.0", "norm_before_fc": "input_norm"}  # before fc: a key, and a tensor
 _AUX = "use_aux_hidden_state"  # off: the head reads the last hidden state, without fc
 _FLAGS = ("norm_output", "norm_before_residual")  # of the configuration alone
+_DEEPER_NORM = r"layers\.(\d+)\.hidden_norm\.weight"
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
 
@@ -76,6 +81,11 @@ def _size(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
     return (shapes.get("fc.weight") or shapes.get(f"{prefix}hidden_norm.weight") or (0,))[0]
 
 
+def is_p_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """As EAGLE-3, with what stands for hidden states in rows of the mask."""
+    return "mask_hidden" in shapes and is_eagle3(shapes)
+
+
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Biases are there or not, whatever the configuration says. Of speculators' files only those without norms."""
     fc, prefix = next(names for names in _EAGLE if f"{names[0]}weight" in source.shapes)
@@ -83,7 +93,7 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, [*LAYER_KEYS, *(() if layer is source.config else _OF_SPECULATORS)], source.config)
     check_keys(source, LAYER_KEYS, {} if layer is source.config else layer, "transformer_layer_config.")
     sizes = layer_options(source, base, layer, base.hidden_size, prefix)
-    config = EagleConfig(**sizes, fusion_bias=f"{fc}bias" in source.shapes, num_heads=_depth(source))
+    config = EagleConfig(**sizes, fusion_bias=f"{fc}bias" in source.shapes, num_heads=_depth(source) or _DEPTH)
     copies = {_EMBEDDING: "embedding", "lm_head.weight": "lm_head"}
     return Layout("an EAGLE head", config, eagle_names(config, fc, prefix), copies=copies, unused=_unused(source))
 
@@ -95,37 +105,68 @@ def eagle_names(config: EagleConfig, fc: str = "fc.", prefix: str = _SPECULATORS
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
-    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens."""
+    """Of an EAGLE-3 head, which has one layer."""
+    if source.config.get("speculators_model_type") == "peagle":
+        raise source.wrong("speculators_model_type is 'peagle', and the tensor mask_hidden is missing")
+    own = {"num_heads": _depth(source) or _DEPTH}
+    return _fused_layout(source, base, Eagle3Config, own)
+
+
+def p_eagle_layout(source: Source, base: TargetModel) -> Layout:
+    """Of a P-EAGLE head, whose embedding was trained, too. ``norm_output`` changes nothing where there is one pass."""
+    given, deeper = source.config, numbers_in(source.shapes, r"layers\.(\d+)\.self_attn\.q_proj\.weight")
+    if given.get("parallel_drafting") is False:
+        raise source.wrong("parallel_drafting is false, and the tensor mask_hidden is for drafts in one pass")
+    depth = _depth(source) or source.number("num_depths", most=_MOST_DEPTH)
+    unsaid = f"that it predicts {_PARALLEL_DEPTH} tokens, as the files do not say it (num_depths)"
+    layer, found = given.get("transformer_layer_config") or given, 1 + max([0, *(number for (number,) in deeper)])
+    own = {
+        "num_heads": depth or _PARALLEL_DEPTH,
+        "num_layers": source.number("num_hidden_layers", given=layer) or found,
+        "mask_token_id": _mask(source),
+    }
+    return _fused_layout(source, base, PEagleConfig, own, () if depth else (unsaid,))
+
+
+def _fused_layout(
+    source: Source,
+    base: TargetModel,
+    made: type[FusedConfig],
+    own: Mapping[str, Any],
+    guesses: tuple[str, ...] = (),
+) -> Layout:
+    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens.
+
+    ``own`` has the options of this kind alone.
+    """
     shapes, given = source.shapes, source.config
-    if "mask_hidden" in shapes or given.get("speculators_model_type") == "peagle":
-        raise UnsupportedModel(
-            f"{source.path} is a P-EAGLE head: several layers predict all depths at once from mask_hidden, and eagle3 "
-            "heads have one layer, which is used once for each depth. To draft in one pass, train a dflash or dspark "
-            "head"
-        )
+    is_parallel = made is PEagleConfig
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     of_eagle = given.get("eagle_config") or {}
-    check_keys(source, [*_KEYS, *(LAYER_KEYS if layer is given else ())], given)
+    keys = [*_KEYS, *(_OF_P_EAGLE if is_parallel else ()), *(LAYER_KEYS if layer is given else ())]
+    check_keys(source, keys, given)
     check_keys(source, LAYER_KEYS, {} if layer is given else layer, "transformer_layer_config.")
     check_keys(source, [*_KEYS, *_ALWAYS, _AUX], of_eagle, "eagle_config.")
     others = [name for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual]
     reasons: dict[str, object] = {f"{name} is {of_eagle[name]}, and such heads cannot be read": True for name in others}
     deeper = numbers_in(shapes, r"layers\.([1-9]\d*)\.input_layernorm\.weight")
-    reasons["it has several layers, and an EAGLE-3 head has one, which is used again for each depth"] = deeper
+    reasons["it has several layers, and an EAGLE-3 head has one, which is used again for each depth"] = (
+        deeper and not is_parallel
+    )
     refuse(reasons, UnsupportedModel, f"{source.config_file}: ")
     size, has_fc = _size(shapes, prefix), "fc.weight" in shapes
-    sizes = layer_options(source, base, layer, size, prefix, has_windows=True)
-    own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
+    sizes = layer_options(source, base, layer, size, prefix, has_windows=not is_parallel)
+    own_embedding = size != base.hidden_size or _has_own_embedding(source, base, is_trained=is_parallel)
     told = {**of_eagle, **{name: value for name, value in given.items() if value is not None}}
     for name in (name for name in of_eagle if name != _IDS and of_eagle[name] not in (None, told[name])):
         raise source.wrong(f"{name} is {told[name]}, and {of_eagle[name]} in eagle_config: give one of them")
     target_size = told.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
-        own = f"those of {base.model_id} have {base.hidden_size}"
-        raise UnsupportedModel(f"{source.path}: the head reads hidden states of {target_size} numbers, and {own}")
+        theirs = f"those of {base.model_id} have {base.hidden_size}"
+        raise UnsupportedModel(f"{source.path}: the head reads hidden states of {target_size} numbers, and {theirs}")
     count = shapes["fc.weight"][1] // base.hidden_size if has_fc else 1
-    layers, guesses = _layers(source, base, count) if has_fc else ([], ())
+    layers, of_layers = _layers(source, base, count) if has_fc else ([], ())
     flags: dict[str, Any] = {name: f"{theirs}.weight" in shapes for name, theirs in _NORMS.items()}
     num_tokens = source.number("draft_vocab_size") or source.number("truncated_vocab_size")
     num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else num_tokens
@@ -137,44 +178,51 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
             raise source.wrong(f"{name} is {said}, and the tensors are those of {fact}")
     if told.get("target_layer_count", num_layers := int(base.config.num_hidden_layers)) != num_layers:
         raise source.wrong(f"target_layer_count is {told['target_layer_count']}, and {base.model_id} has {num_layers}")
-    flags |= {name: source.flag(name, told) for name in _FLAGS}
+    of_one_layer: dict[str, Any] = {"norm_output": source.flag("norm_output", told), "window": _window(source, layer)}
     maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
-    config = Eagle3Config(
+    config = made(
         **sizes,
         layers=layers,
         **flags,
+        norm_before_residual=source.flag("norm_before_residual", told),
         norm_heads=f"{prefix}self_attn.q_norm.weight" in shapes,
-        window=_window(source, layer),
         lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
         draft_vocab_size=num_tokens if is_trimmed else None,
-        num_heads=_depth(source),
         inner_size=None if size == base.hidden_size else size,
         own_embedding=own_embedding,
+        **own,
+        **({} if is_parallel else of_one_layer),
     )
     names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
     if not has_fc:
         names["fc.weight"] = Made((f"{prefix}hidden_norm.weight",), lambda w: torch.eye(len(w), dtype=w.dtype))
     if is_trimmed:
         names["draft_vocab"] = Made(maps, partial(draft_vocab, source, base.vocab_size))
+    if is_parallel:
+        names["mask_hidden"] = Made(("mask_hidden",), torch.flatten)
     unused = {*_unused(source), *(() if is_trimmed else maps)}
     copies = {} if own_embedding else {_EMBEDDING: "embedding"}
-    return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused, guesses=guesses)
+    kind = f"a{'n EAGLE-3' if not is_parallel else ' P-EAGLE'} head"
+    return Layout(kind, config, names, copies=copies, unused=unused, guesses=(*guesses, *of_layers))
 
 
-def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, str]:
-    """The published name of each tensor but the draft vocabulary."""
+def eagle3_names(config: FusedConfig, prefix: str = _PUBLISHED) -> dict[str, str]:
+    """The published name of each tensor but the draft vocabulary and what stands for hidden states in masks."""
+    first = "layers.0." if isinstance(config, PEagleConfig) else "layer."
     names = {"fc.weight": "fc.weight", "norm.weight": "norm.weight"}
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
     names |= {"fc_norm.weight": "input_norm.weight"} if config.norm_before_fc else {}
-    names |= layer_names(config, "layer.", prefix, input_norm=False)
-    if config.norm_heads:
-        names |= {f"layer.{part}_norm.weight": f"{prefix}self_attn.{part}_norm.weight" for part in "qk"}
+    layers = {first: prefix, **{f"layers.{i}.": f"layers.{i}." for i in range(1, config.num_layers)}}
+    for ours, theirs in layers.items():
+        names |= layer_names(config, ours, theirs, input_norm=ours != first)
+        if config.norm_heads:
+            names |= {f"{ours}{part}_norm.weight": f"{theirs}self_attn.{part}_norm.weight" for part in "qk"}
     names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
-        "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
-        "layer.input_norm.norms.1.weight": f"{prefix}hidden_norm.weight",
+        f"{first}input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
+        f"{first}input_norm.norms.1.weight": f"{prefix}hidden_norm.weight",
     }
     return names | ({"lm_heads.heads.0.weight": "lm_head.weight"} if config.lm_head == "own" else {})
 
@@ -195,7 +243,7 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
         f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])": are_others,
         "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own": biased,
         "the head norms queries and keys or has a window, as other projects' files may have: take the file that it was "
-        "imported from": config.norm_heads or config.window,
+        "imported from": config.norm_heads or getattr(config, "window", 0),
     }
     refuse(reasons)
     weights, names = head.state_dict(), eagle3_names(config, prefix)
@@ -216,7 +264,7 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
 
 def _own_keys(config: Any) -> dict[str, Any]:
     """What a configuration says of the head beside its layer."""
-    return {**{name: getattr(config, name) for name in (*_NORMS, *_FLAGS)}, _IDS: list(config.layers)}
+    return {**{name: getattr(config, name, False) for name in (*_NORMS, *_FLAGS)}, _IDS: list(config.layers)}
 
 
 def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Written:
@@ -228,6 +276,11 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     config: Any = head.config
     layer = {"model_type": "llama", **llama_config(config, target), "hidden_size": config.state_size}
     of_project = {"architectures": ["Eagle3DraftModel"], **speculators_config(config, layer, target, name)}
+    if isinstance(config, PEagleConfig):
+        other = f"the head's size is {config.state_size}, and engines take the model's ({config.hidden_size}) for masks"
+        refuse({other: config.state_size != config.hidden_size})
+        of_project |= {"architectures": ["PEagleSpeculator"], "mask_token_id": config.mask_token_id}
+        tensors["mask_hidden"] = head.state_dict()["mask_hidden"][None, None]
     about = {**of_project, **_own_keys(config)}
     return about, {_EMBEDDING: target.weights.embedding.detach(), **tensors}
 
@@ -258,26 +311,37 @@ def write_eagle(head: DraftHead, target: TargetModel, _: str = "", *, with_bias:
     return {**about, "bias": False}, tensors
 
 
-def _has_own_embedding(source: Source, base: TargetModel) -> bool:
+def _has_own_embedding(source: Source, base: TargetModel, *, is_trained: bool) -> bool:
     """Whether the file's embedding, if it has one, is another one than the base model's.
 
     Warns:
-        BaseModelWarning: it is; so the head may be for another base model.
+        BaseModelWarning: it is, and heads of this kind do not train it; so the head may be for another base model.
     """
     apart = distance(source.tensor(_EMBEDDING), base.weights.embedding) if _EMBEDDING in source.shapes else None
     if apart is None or apart <= CLOSE:
         return False
+    if is_trained:
+        return True
     differs = f"its {_EMBEDDING} differs by {apart:.0%} from the embedding of {base.model_id}"
     own = "so it is read as the head's own; if the head was trained for another model, give that one"
     warnings.warn(f"{source.path}: {differs}, {own}", BaseModelWarning, stacklevel=2)
     return True
 
 
-def _depth(source: Source) -> int:
-    """How deep drafts are: what speculators' files say."""
+def _depth(source: Source) -> int | None:
+    """How deep drafts are, if it is a file of speculators."""
     methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens")
-    return min(depth, _MOST_DEPTH) if isinstance(depth, int) and depth > 0 else _DEPTH
+    return min(depth, _MOST_DEPTH) if isinstance(depth, int) and depth > 0 else None
+
+
+def _mask(source: Source) -> int:
+    """The token of the mask, which several keys may name."""
+    said = {name: source.config[name] for name in _MASKS if source.config.get(name) is not None}
+    ids = list(dict.fromkeys(said.values()))
+    if len(ids) != 1 or type(ids[0]) is not int:
+        raise source.wrong(f"the mask's token is {said or 'missing'}: give one number as {' or '.join(_MASKS)}")
+    return ids[0]
 
 
 def _layers(source: Source, base: TargetModel, count: int) -> tuple[list[int], tuple[str, ...]]:
@@ -321,18 +385,21 @@ def _window(source: Source, layer: Mapping[str, Any]) -> int:
 
 
 def _unused(source: Source) -> set[str]:
-    """Also a bias behind the attention, if it is zero."""
+    """Also a bias behind the attention, if it is zero, and a norm that engines have in deeper layers and never use."""
     biases = [name for name in source.shapes if name.endswith("self_attn.o_proj.bias")]
     unused = {name for name in biases if not source.tensor(name).any()}
-    return unused | {name for name in source.shapes if name.endswith("rotary_emb.inv_freq")}
+    unused |= {name for name in source.shapes if name.endswith("rotary_emb.inv_freq")}
+    return unused | {f"layers.{i}.hidden_norm.weight" for (i,) in numbers_in(source.shapes, _DEEPER_NORM) if i}
 
 
 def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
     """Engines whose q, k and v have biases give the layer behind the attention one, too, and do not set it to zero."""
-    return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.state_size)} if config.qkv_bias else {}
+    prefixes = [prefix, *(f"layers.{i}." for i in range(1, config.num_layers))] if config.qkv_bias else []
+    return {f"{layer}self_attn.o_proj.bias": torch.zeros(config.state_size) for layer in prefixes}
 
 
 FORMATS = (
+    Format("p-eagle", is_p_eagle, p_eagle_layout),
     Format(
         "eagle3",
         is_eagle3,
@@ -352,7 +419,7 @@ FORMATS = (
     ),
     Format(
         "speculators",
-        methods=("eagle3",),
+        methods=("eagle3", "p-eagle"),
         write=write_speculators,
         commands={"vLLM": "vllm serve <head>"},  # 0.33
         keeps_vocab=True,

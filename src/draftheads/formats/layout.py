@@ -368,15 +368,16 @@ def vocabulary_maps(head: DraftHead) -> dict[str, Tensor]:
 def speculators_config(config: HeadConfig, layer: dict[str, Any], target: TargetModel, name: str) -> dict[str, Any]:
     """What every ``config.json`` of vllm-project/speculators says; ``name`` is the base model's."""
     architectures = list(getattr(target.config, "architectures", None) or ())
+    kind = config.method.replace("-", "")
     return {
-        "speculators_model_type": config.method,
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "transformer_layer_config": layer,
         "draft_vocab_size": config.num_draft_tokens,
         "target_hidden_size": config.hidden_size,
         "tie_word_embeddings": False,
         "speculators_config": {
-            "algorithm": config.method,
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
             "verifier": {"name_or_path": name, "architectures": architectures or [type(target.model).__name__]},

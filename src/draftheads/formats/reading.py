@@ -24,7 +24,7 @@ from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfi
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
-NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DFlash2, DSpark and MTP layers of models"
+NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark and MTP layers of models"
 _UNREAD = {  # why heads cannot be read, and architectures and model types that are so
     "it reads keys and values of the model's own layers, which heads are not given here": "Gemma4AssistantForCausalLM "
     "Gemma4UnifiedAssistantForCausalLM",

@@ -33,6 +33,7 @@ HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "medusa": "medusa.Medusa",
     "mlp-speculator": "mlp_speculator.MlpSpeculator",
     "mtp": "mtp.Mtp",
+    "p-eagle": "p_eagle.PEagle",
     "small-llama": "small_llama.SmallLlama",
 }
 ENTRY_POINTS = "draftheads.heads"

@@ -4,10 +4,10 @@ Alphabet: B rows, S queries, C slots of a history, H query heads, G key-value he
 d their size, D hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,21 @@ class SeveralLayersConfig(LayerConfig, EmbeddingConfig):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return tuple(self.layers)
+
+
+@dataclass(frozen=True)
+class MaskedConfig(SeveralLayersConfig):
+    """The option of heads that predict several tokens in one pass, from masks in their places."""
+
+    mask_token_id: int = 0
+    """The token in the places that are predicted. Training takes one that no text has where it is not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise InvalidSettings(
+                f"mask_token_id is {self.mask_token_id}; it must lie in 0 … vocab_size - 1 ({self.vocab_size - 1})"
+            )
 
 
 class KeysValues(NamedTuple):
@@ -360,6 +375,50 @@ def attend_with_path(
     attended = torch.einsum("bgsrc,bcgd->bsgrd", shared, seen.values)
     attended = attended + torch.einsum("bgsrl,bslgd->bsgrd", private, path.values)
     return attended.flatten(2, 3)
+
+
+def through_blocks(
+    layers: Iterable[Any],
+    x: Tensor,
+    starts: Tensor,
+    seen: Sequence[KeysValues],
+    places: Sequence[Tensor],
+    *,
+    windows: Sequence[int],
+    causal: Collection[int],
+) -> Tensor:
+    """The last layer's outputs for blocks of rows behind places of texts: rows see the text before and their block.
+
+    Args:
+        layers: of the head, L of them.
+        x: (B, A, S, n·D) what the first layer reads, of blocks behind A places of each text.
+        starts: (1 or B, A) positions of their first rows.
+        seen: of each layer, (B, C, G, d) of the text.
+        places: of each layer, (1 or B, C) positions of these, below 0 where there is nothing.
+        windows: of each layer, how many tokens a row sees, itself included; 0 is all.
+        causal: layers, from 0, whose rows see no later rows of the block.
+
+    Returns:
+        (B, A, S, D).
+    """
+    count, rows = x.shape[1:3]
+    steps = torch.arange(rows, device=starts.device)
+    positions = (starts[..., None] + steps).flatten(1)
+    x = x.flatten(1, 2)
+    for number, (layer, text, at) in enumerate(zip(layers, seen, places, strict=True)):
+        visible = ((at >= 0)[:, None] & (at[:, None] < starts[..., None])).repeat_interleave(rows, dim=1)
+        back = steps[:, None] - steps  # (S, S)
+        of_block = back >= 0 if number in causal else None
+        if window := windows[number]:
+            visible = visible & (positions[..., None] - at[:, None] < window)  # (1 or B, A·S, C)
+            of_block = (back < window) if of_block is None else of_block & (back < window)
+        queries, own = layer.project(x, positions)
+        block = KeysValues(
+            *(part.unflatten(1, (count, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2) for part in own)
+        )
+        of_block = None if of_block is None else of_block.repeat(count, 1)
+        x = layer.finish(x, attend_with_path(queries, text, visible, block, of_block))
+    return x.unflatten(1, (count, rows))
 
 
 def _rotated(x: Tensor, positions: Tensor, config: LayerConfig) -> Tensor:

@@ -143,7 +143,6 @@ class DraftHead(nn.Module, Drafter, Predictor):
     predicts_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs are predicted hidden states
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
-    reads_places: ClassVar[bool] = False  # whether forward takes the positions (B, A) that are to be computed
     shares_layers: ClassVar[bool] = False  # whether all K heads are the same layers; for lm_heads see depth_limit
 
     def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:
@@ -162,6 +161,19 @@ class DraftHead(nn.Module, Drafter, Predictor):
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Any  # Tensor (V, D): the target's, frozen, not saved
+
+    @property
+    def place_shares(self) -> Sequence[float]:
+        """Of each of the K heads, behind which part of the places of a text it is trained; of drawn ones.
+
+        Empty: behind all. Else ``forward`` takes the positions (B, A) that are drawn for head 0.
+        """
+        return ()
+
+    def place_numbers(self, num_places: int) -> list[int]:
+        """Behind how many of the first drawn places each head is trained, of so many that are drawn for head 0."""
+        first, *_ = self.place_shares
+        return [max(1, round(num_places * share / first)) for share in self.place_shares]
 
     @property
     def name(self) -> str:

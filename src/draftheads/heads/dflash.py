@@ -22,10 +22,10 @@ from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import (
     HeadKVCache,
     KeysValues,
+    MaskedConfig,
     RmsNorm,
-    SeveralLayersConfig,
     TransformerLayer,
-    attend_with_path,
+    through_blocks,
 )
 from draftheads.heads.base import AllAtOnceHead, Root
 from draftheads.heads.layers import first_texts, fusion, linear_fit, low_rank_fit
@@ -38,11 +38,9 @@ _SCALED_BY = 8  # texts
 
 
 @dataclass(frozen=True)
-class BlockConfig(SeveralLayersConfig):
+class BlockConfig(MaskedConfig):
     """Options of heads that predict a block of ``num_heads`` tokens in one pass of ``num_layers`` layers."""
 
-    mask_token_id: int = 0
-    """The token in the places that are predicted. Training takes one that no text has where it is not given."""
     is_shifted: bool = False
     """Whether the row at each place predicts the token behind it, not the one in it. DSpark's blocks are shifted."""
     windows: list[int] = field(default_factory=list)
@@ -54,14 +52,10 @@ class BlockConfig(SeveralLayersConfig):
 
     one_lm_head: ClassVar[bool] = True
     scales_embedding: ClassVar[bool] = False  # masks would hide what attention adds to them
-    optional = SeveralLayersConfig.optional | {"is_shifted", "windows", "causal_layers", "own_mask"}
+    optional = MaskedConfig.optional | {"is_shifted", "windows", "causal_layers", "own_mask"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise InvalidSettings(
-                f"mask_token_id is {self.mask_token_id}; it must lie in 0 … vocab_size - 1 ({self.vocab_size - 1})"
-            )
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
             raise InvalidSettings(f"windows is {self.windows}; it must have num_layers ({self.num_layers}) of them")
         if unknown := set(self.causal_layers) - set(range(self.num_layers)):
@@ -88,7 +82,6 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
     """p_i = softmax(lm_head(norm(body([x_{t+1}, mask, …], c_0 … c_t)_i)))."""
 
     predicts_hidden_states: ClassVar[bool] = False
-    reads_places: ClassVar[bool] = True
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config, num_layers=config.num_layers)
@@ -106,6 +99,11 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
         self.own_mask = config.own_mask
         if self.own_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(size))  # as rows of the target's embedding are
+
+    @property
+    def place_shares(self) -> Sequence[float]:
+        """A quarter, as DFlash's code has 512 of 2,048."""
+        return [0.25] * self.config.num_heads
 
     def new_layer(self, config: BlockConfig) -> TransformerLayer:
         """One of the body."""
@@ -198,32 +196,18 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
 
         Args:
             x: (B, A, S, D) blocks behind A places of each text.
-            starts: (1 or B, A) positions of their first tokens.
-            seen: of each layer, (B, C, G, d) of the text.
-            places: of each layer, (1 or B, C) positions of these, below 0 where there is nothing.
+            starts: as of :func:`through_blocks`, like the rest.
+            seen: of the text.
+            places: of the text.
 
         Returns:
             (K, B, A, D).
         """
-        batch, count, rows, size = x.shape
-        steps = torch.arange(rows, device=starts.device)
-        positions = (starts[..., None] + steps).flatten(1)
-        x = x.flatten(1, 2)
-        for number, (layer, text, at) in enumerate(zip(self.layers, seen, places, strict=True)):
-            visible = ((at >= 0)[:, None] & (at[:, None] < starts[..., None])).repeat_interleave(rows, dim=1)
-            back = steps[:, None] - steps  # (S, S)
-            of_block = back >= 0 if number in self.causal_layers else None
-            if window := self.windows[number]:
-                visible = visible & (positions[..., None] - at[:, None] < window)  # (1 or B, A·S, C)
-                of_block = (back < window) if of_block is None else of_block & (back < window)
-            queries, own = layer.project(x, positions)
-            block = KeysValues(
-                *(part.unflatten(1, (count, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2) for part in own)
-            )
-            of_block = None if of_block is None else of_block.repeat(count, 1)
-            x = layer.finish(x, attend_with_path(queries, text, visible, block, of_block))
-        out: Tensor = self.norm(x.view(batch, count, rows, size)[:, :, self.first :])
-        return out.permute(2, 0, 1, 3)
+        out = through_blocks(self.layers, x, starts, seen, places, windows=self.windows, causal=self.causal_layers)[
+            :, :, self.first :
+        ]
+        normed: Tensor = self.norm(out)
+        return normed.permute(2, 0, 1, 3)
 
     def forward(self, hidden: Tensor, token_ids: Tensor, places: Tensor | None = None) -> Tensor:
         """(B, T, D or n·D), (B, T) -> (K, B, T, F).

@@ -18,12 +18,13 @@ from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer
 from draftheads.heads.eagle import OneLayerHead
 from draftheads.heads.layers import first_texts, linear_fit
+from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import TargetWeights
 
 
 @dataclass(frozen=True)
-class Eagle3Config(SeveralLayersConfig):
-    """EAGLE-3: one layer, asked once for each depth; ``num_heads`` is how deep it is trained.
+class FusedConfig(SeveralLayersConfig):
+    """Options of heads whose first layer reads embeddings beside g.
 
     It norms the embeddings that it reads. ``embedding_scale`` is only how much larger its features are at first.
     """
@@ -32,11 +33,8 @@ class Eagle3Config(SeveralLayersConfig):
     """Whether fc reads RMS-normed hidden states (EAGLE-3.1)."""
     norm_before_fc: bool = False
     """Whether fc reads all hidden states behind one RMS norm, as heads for gpt-oss do."""
-    norm_output: bool = False
-    """Whether deeper predictions read the layer's output after the final norm (EAGLE-3.1), not before it."""
-
     norm_before_residual: bool = False
-    """Whether the layer's output is added to g after its norm, not before it."""
+    """Whether the first layer's output is added to g after its norm, not before it."""
     inner_size: int | None = None
     """M, numbers in g and in the layer's output; as many as in a hidden state when left out. Another size needs
     own_embedding and an lm_head of its own."""
@@ -44,22 +42,15 @@ class Eagle3Config(SeveralLayersConfig):
     """Whether it has an embedding of its own in place of the target's."""
     norm_heads: bool = False
     """Whether each query and key is normed, as in layers of Qwen3."""
-    window: int = 0
-    """How many tokens the layer sees, itself included; 0 is the whole text."""
 
-    method: ClassVar[str] = "eagle3"
-    description: ClassVar[str] = "as eagle, from hidden states of three layers, without a loss on features"
-    paper: ClassVar[str] = "Li et al. 2025"
     optional = SeveralLayersConfig.optional | {
-        *("norm_before_residual", "norm_before_fc", "inner_size", "own_embedding", "norm_heads", "window")
+        *("norm_before_residual", "norm_before_fc", "inner_size", "own_embedding", "norm_heads")
     }
-    one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, inner_size=self.inner_size)
-        require_at_least(0, window=self.window)
         if self.fc_norm and self.norm_before_fc:
             raise InvalidSettings("fc_norm and norm_before_fc are true: give one of them")
         if self.state_size != self.hidden_size and (not self.own_embedding or self.lm_head == "shared"):
@@ -74,6 +65,26 @@ class Eagle3Config(SeveralLayersConfig):
     def feature_size(self) -> int:
         """M: the lm_head reads the layer's output."""
         return self.state_size
+
+
+@dataclass(frozen=True)
+class Eagle3Config(FusedConfig):
+    """EAGLE-3: one layer, asked once for each depth; ``num_heads`` is how deep it is trained."""
+
+    norm_output: bool = False
+    """Whether deeper predictions read the layer's output after the final norm (EAGLE-3.1), not before it."""
+    window: int = 0
+    """How many tokens the layer sees, itself included; 0 is the whole text."""
+
+    method: ClassVar[str] = "eagle3"
+    description: ClassVar[str] = "as eagle, from hidden states of three layers, without a loss on features"
+    paper: ClassVar[str] = "Li et al. 2025"
+    optional = FusedConfig.optional | {"window"}
+    one_layer: ClassVar[str] = "EAGLE-3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(0, window=self.window)
 
 
 class NormedParts(nn.Module):
@@ -92,9 +103,8 @@ class NormedParts(nn.Module):
 class Eagle3Layer(TransformerLayer):
     """A transformer layer on [e; g]: attention reads both normed, and its output is added to g, normed or not."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: FusedConfig) -> None:
         super().__init__(config, input_norm=False, num_inputs=2, norm_heads=config.norm_heads)
-        self.window = config.window
         self.input_norm = NormedParts(2, config.state_size, config.norm_epsilon)
         self.norm_before_residual = config.norm_before_residual
 
@@ -107,21 +117,19 @@ class Eagle3Layer(TransformerLayer):
         return super().finish(state, attended)
 
 
-class Eagle3Head(OneLayerHead):
-    """The layer reads [E(x_{t+1}); g_t], and then [E(x); f] with its outputs f."""
+class FusedHead(StatefulHead):
+    """What EAGLE-3 has beside its layer: fc, maybe an embedding of its own, and the final norm."""
 
     predicts_hidden_states: ClassVar[bool] = False
 
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, num_layers=1)
+    def __init__(self, config: FusedConfig, num_layers: int) -> None:
+        super().__init__(config, num_layers)
         size, epsilon = config.state_size, config.norm_epsilon
         count = max(1, len(config.layers))  # n, the hidden states of a token that are read
-        self.norm_output = config.norm_output
         norm = RmsNorm(count * config.hidden_size, epsilon) if config.norm_before_fc else nn.Identity()
         self.fc_norm = NormedParts(count, config.hidden_size, epsilon) if config.fc_norm else norm
         self.fc = nn.Linear(count * config.hidden_size, size, bias=False)
         self.embedding = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
-        self.layer = Eagle3Layer(config)
         self.norm = RmsNorm(size, epsilon)
 
     def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
@@ -132,6 +140,8 @@ class Eagle3Head(OneLayerHead):
         self.norm.weight.data.fill_(self.hidden_scale(weights))
         if self.embedding is not None:
             nn.init.normal_(self.embedding.weight, std=float(weights.embedding.float().std()))
+            if self.config.feature_size == self.config.hidden_size:
+                self.embedding.weight.data.copy_(weights.embedding)
 
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
         """As the target's where they read vectors of its size, else as any linear layer."""
@@ -162,10 +172,20 @@ class Eagle3Head(OneLayerHead):
         """[e; g], (…, 2·M)."""
         return torch.cat([self.embedded(token_ids), states], -1)
 
-    def fed_back(self, features: Tensor) -> Tensor:
-        """(…, M)."""
-        return self.outputs(features) if self.norm_output else features
-
     def outputs(self, features: Tensor) -> Tensor:
         """After the final norm, (…, M)."""
         return self.norm(features)
+
+
+class Eagle3Head(FusedHead, OneLayerHead):
+    """The layer reads [E(x_{t+1}); g_t], and then [E(x); f] with its outputs f."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, num_layers=1)
+        self.norm_output = config.norm_output
+        self.layer = Eagle3Layer(config)
+        self.layer.window = config.window
+
+    def fed_back(self, features: Tensor) -> Tensor:
+        """(…, M)."""
+        return self.outputs(features) if self.norm_output else features

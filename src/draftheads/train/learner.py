@@ -173,8 +173,8 @@ class Learner(nn.Module):
         Also ``places`` (B, A) in training, for heads that read blocks: the drawn positions before them.
         """
         drawn = {}
-        if self.training and self.head.reads_places:  # a quarter of them, as DFlash's code has 512 of 2,048
-            drawn["places"] = random_places(loss_mask, max(1, loss_mask.shape[1] // 4))
+        if self.training and (shares := self.head.place_shares):
+            drawn["places"] = random_places(loss_mask, max(1, int(loss_mask.shape[1] * shares[0])))
         return {**drawn, "numbers": self._predictions(token_ids, loss_mask, drawn.get("places")).numbers}
 
     def _predictions(self, token_ids: Tensor, loss_mask: Tensor, places: Tensor | None) -> Predictions:
@@ -183,7 +183,9 @@ class Learner(nn.Module):
             raise DataError("nothing to train on: no two assistant tokens in a row")
         if not self.reads_teacher:  # then only the text is a label
             predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
-        return predictions if places is None else predictions.behind(places, loss_mask.shape[1])
+        if places is None:
+            return predictions
+        return predictions.behind(places, loss_mask.shape[1], self.head.place_numbers(places.shape[1]))
 
     def _feature_loss(self, features: Tensor, hidden: Tensor, predictions: Predictions, numbers: Tensor) -> Tensor:
         """Σ λ_i · smooth L1 between head i's features at t and h_{t+1+i}, which the target reads (EAGLE's loss)."""

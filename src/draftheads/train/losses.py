@@ -124,10 +124,11 @@ class Predictions:
         """The predictions at positions where ``known``, (P,) bool, is True."""
         return type(self)(self.positions[known], self.counts[:, known])
 
-    def behind(self, places: Tensor, length: int) -> Self:
-        """The predictions from blocks behind positions (B, A) of texts of ``length`` tokens alone."""
-        are_read = places.new_zeros(len(places), length, dtype=torch.bool).scatter(1, places, value=True).flatten()
-        counts = torch.stack([part & are_read[self.sources(i)] for i, part in enumerate(self.counts)])
+    def behind(self, places: Tensor, length: int, numbers: Sequence[int]) -> Self:
+        """Only predictions behind positions (B, A) of texts of ``length`` tokens, of head i the first numbers[i]."""
+        none = places.new_zeros(len(places), length, dtype=torch.bool)
+        are_read = [none.scatter(1, places[:, :number], value=True).flatten() for number in numbers]
+        counts = torch.stack([part & are_read[i][self.sources(i)] for i, part in enumerate(self.counts)])
         return type(self)(self.positions, counts).only(counts.any(0))
 
     def chunks(self, size: int, multiple: int = 1) -> Iterator[Self]:

@@ -157,6 +157,13 @@ RECIPES: Mapping[str, Recipe] = {
         _from("its code", head_options=("markov_rank=256",)),
         _from(OURS, num_layers=2),
     ),
+    "p-eagle": Recipe(
+        "P-EAGLE: four layers, eight tokens in one pass, on the model's distribution",
+        _from("the paper", method="p-eagle", lm_head="own", loss="teacher"),
+        _from("its code", num_heads=8, num_layers=4, head_options=("own_embedding=true",)),
+        # its loss is one mean over all rows, of which each depth has 0.7 times as many as the one above
+        _from(OURS, depth_decay=0.7, learning_rate=2e-4, warmup=0.04, epochs=10),
+    ),
     "mtp": Recipe(
         "FastMTP: the model's own MTP layer (--start-from), trained further for three depths on the text",
         _from("the paper", method="mtp", num_heads=3, draft_vocab_size=0, loss="hard"),
