@@ -292,7 +292,7 @@ def test_a_chain_is_spelt_in_the_targets_tokens() -> None:
     target, draft = TOKENIZERS["large"], TOKENIZERS["bytes"]
     both = Vocabularies(model_of("llama", draft), model_of("llama", target))
     user, eos = draft.convert_tokens_to_ids("<|user|>"), draft.eos_token_id
-    texts = [ids_of(draft, " the cat"), [*ids_of(draft, " the"), eos], [*ids_of(draft, " t"), user]]
+    texts = [ids_of(draft, " the cat"), [*ids_of(draft, " the"), eos], [*ids_of(draft, " t"), user, 9]]
     del both.target_of[user]
     width = max(map(len, texts))
     rows = torch.tensor([[1, *text, *[user] * (width - len(text))] for text in texts])
