@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
@@ -29,10 +28,8 @@ def head_of(kind: str, model: TargetModel) -> DraftHead:
 
 def drafted_along(head: DraftHead, model: TargetModel, answers: list[Answer], shape: BestFirst) -> list[Tensor]:
     """(K, m, K) of each answer, with states as they are observed."""
-    hidden = [observe(head, model, answer, top_k=2, temperature=0.0)[1] for answer in answers]
-    layers = head.hidden_layers
-    prompts = [head.split(model.hidden_states(torch.tensor([answer.prompt_ids]), layers))[0][0] for answer in answers]
-    return draft_along(head, shape, answers, hidden, prompts)
+    seen, hidden = zip(*(observe(head, model, answer, top_k=2, temperature=0.0) for answer in answers), strict=True)
+    return draft_along(head, shape, answers, hidden, [list(range(len(each.ranks))) for each in seen])
 
 
 def steps_through(truth: Sequence[Sequence[int]], tree: Collection[Path]) -> int:

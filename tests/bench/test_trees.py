@@ -57,6 +57,24 @@ def test_best_is_the_better_one_of_growing_and_static(
     assert static.words == "static, 6"
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+def test_one_search_finds_trees_of_all_sizes(
+    method: str, model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each is that of a search for its own size."""
+    head, kinds = contender(model, method), ("best", "static", "growing")
+    expected = {
+        size: [finder(model, tmp_path / str(size), num_nodes=(size,)).find(head, Variant(kind, size)) for kind in kinds]
+        for size in (2, 5, 14)
+    }
+    both = finder(model, tmp_path / "all", num_nodes=(14, 2, 5))
+    both.find(head, Variant("best", 5))
+    monkeypatch.setattr(Replay, "run", None)
+    for size, trees in expected.items():
+        assert [both.find(head, Variant(kind, size)) for kind in kinds] == trees
+    assert len({tree.words for trees in expected.values() for tree in trees if tree}) == 6
+
+
 @pytest.mark.parametrize(("num_paths", "nodes"), [(1, 4), (5, 16)])
 def test_trees_in_place_of_paths_are_as_large(num_paths: int, nodes: int, model: TargetModel, tmp_path: Path):
     one, head = finder(model, tmp_path), contender(model, "mlp-speculator")

@@ -1,5 +1,6 @@
 """What is seen of a head along recorded answers, against slow twins that ask it token by token."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,8 +11,19 @@ from draftheads.decode.engine import Engine
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import replay
-from draftheads.search.replay import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
+from draftheads.search.replay import (
+    DIVISORS,
+    Answer,
+    Observation,
+    draft_along,
+    fit_confidence,
+    observe,
+    reached,
+    reliability,
+)
+from draftheads.search.tree_search import NEVER
 from draftheads.speculation.draft import Context
+from draftheads.speculation.shapes import BestFirst
 from families import PROMPTS, tiny_head, tiny_model
 from observed_heads import HEADS, K, head_of
 
@@ -22,7 +34,7 @@ model_of = cache(tiny_model)
 
 
 @cache
-def said(model: TargetModel, *, temperature: float, max_new_tokens: int = 14) -> list[Answer]:
+def said(model: TargetModel, *, temperature: float = 0.0, max_new_tokens: int = 14) -> list[Answer]:
     """What the model answers to all prompts."""
     results = Engine(model).generate(
         PROMPTS, max_new_tokens=max_new_tokens, temperature=temperature, seed=0, ignore_eos=True
@@ -87,7 +99,8 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(
         assert seen.log_norms.shape == (length, K, len(DIVISORS))
         assert seen.complete.tolist() == [place + K < length for place in range(length)]
         for place in range(length):
-            torch.testing.assert_close(hidden[place], state_before(model, answer, place), atol=1e-4, rtol=1e-4)
+            before = hidden[len(answer.prompt_ids) + place - 1]
+            torch.testing.assert_close(before, state_before(model, answer, place), atol=1e-4, rtol=1e-4)
             every = logits_at(head, model, answer, place)
             for depth, logits in enumerate(every):
                 truth = answer.token_ids[place + 1 + depth]
@@ -102,7 +115,9 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(
                 torch.testing.assert_close(seen.probs[place, depth], chances, atol=1e-4, rtol=1e-3)
                 torch.testing.assert_close(seen.top_logits[place, depth], logits[best], atol=1e-4, rtol=1e-4)
                 norms = (logits[:, None] / DIVISORS).exp().sum(0).log().float()
-                torch.testing.assert_close(seen.log_norms[place, depth], norms, atol=1e-4, rtol=1e-4)
+                is_reached = bool((seen.ranks[place, :depth] < top_k).all())
+                expected = norms if is_reached else torch.zeros(len(DIVISORS))
+                torch.testing.assert_close(seen.log_norms[place, depth], expected, atol=1e-4, rtol=1e-4)
             assert seen.ranks[place, len(every) :].tolist() == [top_k] * (K - len(every)), "the answer has ended"
             assert not seen.probs[place, len(every) :].any()
     assert 0 < misses < 2 * K * 13, "guesses were both right and wrong"
@@ -125,12 +140,30 @@ def test_short_answers_are_observed_to_their_end(length: int):
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=0.0, max_new_tokens=length)[0]
     seen, hidden = observe(head, model, answer, top_k=24, temperature=0.0)
-    assert hidden.shape == (length, model.hidden_size)
+    assert hidden.shape == (len(answer.prompt_ids) + length, model.hidden_size)
     assert int(seen.complete.sum()) == max(0, length - K)
     known = [[place + 1 + depth < length for depth in range(K)] for place in range(length)]
     assert (seen.ranks < 24).tolist() == known, "all tokens are among 24 ranks where there are some"
     if length <= K:
         assert fit_confidence([seen], 24) == [1.0] * K, "nothing tells of confidence"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
+def test_drafting_at_some_tokens_finds_what_drafting_at_all_finds_there(kind: str):
+    """Also where an answer has none of them, or ends before others; what lies between is read."""
+    model = model_of("llama")
+    head, answers = head_of(kind, model), [replace(one, token_ids=one.token_ids[:8]) for one in said(model)]
+    answers[1] = said(model)[1]
+    every = [list(range(len(answer.token_ids))) for answer in answers]
+    some = [every[0][::3], every[1][1::4], [], *(places[2:5] for places in every[3:])]
+    hidden = [observe(head, model, answer, top_k=2, temperature=0.0)[1] for answer in answers]
+    shape = BestFirst(40, top_k=6, beam=3)
+    whole, parts = (draft_along(head, shape, answers, hidden, places) for places in (every, some))
+    for all_sizes, sizes, places in zip(whole, parts, some, strict=True):
+        assert torch.equal(sizes[:, places], all_sizes[:, places])
+        left = [place for place in range(sizes.shape[1]) if place not in places]
+        assert bool((sizes[:, left] == NEVER).all())
+    assert any(bool((sizes < NEVER).any()) for sizes in parts)
 
 
 # --- confidence ---

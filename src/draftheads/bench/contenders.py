@@ -216,18 +216,19 @@ class TreeFinder:
         if contender.head is None:
             return _chosen(BestFirst(nodes)) if kind in ("best", "growing") else None
         found = self._replayed(contender, nodes)
-        static, growing = found["static"], found["growing"]
+        static, growing = (found[kind][:nodes][-1] for kind in ("static", "growing"))
         if kind == "growing" or (kind == "best" and growing >= static):
             temperatures = tuple(found["confidence"])
             shape = BestFirst(nodes, top_k=found["top_k"], beam=found["beam"], temperatures=temperatures)
-            return Chosen(shape, f"growing, {min(nodes, found['most_grown'])}", growing)
+            return Chosen(shape, f"growing, {min(nodes, len(found['growing']))}", growing)
         return _chosen(self._static(contender, nodes), static)
 
     def _static(self, contender: Contender, nodes: int) -> Tree:
-        return Tree.from_paths(self._replayed(contender, nodes)["paths"])
+        return Tree.from_paths(self._replayed(contender, nodes)["paths"][: nodes - 1])
 
     def _replayed(self, contender: Contender, nodes: int) -> dict[str, Any]:
-        path = self.folder / f"tree-{contender.identity}-{nodes}.json"
+        nodes = max((nodes, *self.settings.num_nodes))  # trees of all sizes are found at once
+        path = self.folder / f"trees-{contender.identity}-{nodes}.json"
         assert contender.head is not None
         found: dict[str, Any] = saved_json(path, partial(self._replay, contender.name, contender.head, nodes))
         self.accuracy[contender.name] = found["accuracy"]
@@ -245,9 +246,8 @@ class TreeFinder:
             "top_k": replay.top_k,
             "beam": settings.beam,
             "paths": found["static"]["paths"],
-            "static": found["static"]["expected"][-1],
-            "growing": found["dynamic"]["expected"][-1],
-            "most_grown": len(found["dynamic"]["expected"]),
+            "static": found["static"]["expected"],
+            "growing": found["dynamic"]["expected"],
         }
 
 

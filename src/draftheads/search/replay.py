@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftheads.cpu.drafts import largest
 from draftheads.data.features import Document
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 from draftheads.search.settings import ReplaySettings
 from draftheads.search.tree_search import NEVER, entries, joint_order, path_counts, path_shares, simulate
 from draftheads.settings import SamplingSettings
@@ -56,12 +58,18 @@ class Answer:
     token_ids: tuple[int, ...]
     stored: Callable[[], Document] | None = field(default=None, compare=False)  # a text that begins so
 
-    def states(self, target: TargetModel, head: DraftHead) -> Tensor:
-        """(1, T, D or (n+1)·D) of prompt and answer, as :meth:`TargetModel.hidden_states`: stored ones if there are."""
-        text = torch.tensor([self.prompt_ids + self.token_ids], device=target.device)
-        if self.stored is None:
-            return target.hidden_states(text, head.hidden_layers)
-        return self.stored().hidden[None, : text.shape[1]].to(target.device, target.dtype)
+    @property
+    def text(self) -> list[int]:
+        return [*self.prompt_ids, *self.token_ids]
+
+    def states(self, target: TargetModel, head: DraftHead) -> tuple[Tensor, Tensor]:
+        """What the head reads of prompt and answer, (T, D or n·D), and h_t, (T, D); stored ones if there are."""
+        if self.stored is not None:
+            return head.split(self.stored().hidden[: len(self.text)].to(target.device, target.dtype))
+        runner = runner_for(target, head.hidden_layers)
+        with target.computing():
+            ((last, hidden),) = runner.read([runner.open(len(self.text) + 1)], [self.text])
+        return hidden, last
 
 
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySettings) -> list[list[int]]:
@@ -114,7 +122,8 @@ class Observation:
     ranks: Tensor  # (m, K) int64: rank of the true token; R is a miss, or the answer has ended
     probs: Tensor  # (m, K, R) float32: the target's probability of each draft token; 1 or 0 where the answer is greedy
     top_logits: Tensor  # (m, K, R) float32: the head's logits of its draft tokens
-    log_norms: Tensor  # (m, K, len(DIVISORS)) float32: log Σ exp(logits / divisor)
+    # (m, K, len(DIVISORS)) float32: log Σ exp(logits / divisor); 0 where a head before has a miss
+    log_norms: Tensor
 
     @property
     def complete(self) -> Tensor:
@@ -135,20 +144,18 @@ def observe(
     The head is bound to the target, which decoded the answer at that temperature.
 
     Returns:
-        The observation, on the CPU, and the hidden states (m, D or n·D) before each token: the input of a step whose
-        root is that token.
+        The observation, on the CPU, and the hidden states (T, D or n·D) of prompt and answer, which the head reads.
     """
     start, length, heads = len(answer.prompt_ids), len(answer.token_ids), head.config.num_heads
-    text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
-    hidden, last = head.split(answer.states(target, head))  # (1, T, D or n·D), (1, T, D)
-    features = head(hidden.to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
+    text = torch.tensor([answer.text], device=target.device)
+    hidden, last = answer.states(target, head)  # (T, D or n·D), (T, D)
+    features = head(hidden[None].to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
     after = None  # (m, V): at j the distribution that the target samples from behind token j
     if temperature > 0:
         settings = [SamplingSettings(temperature=temperature)] * length
         rows = RowSettings.of(settings, vocab_size=target.vocab_size, device=target.device)
-        after = probabilities(target.logits(last[0, start:]), rows)
+        after = probabilities(target.logits(last[start:]), rows)
     truth = text[0, start:]
-    divisors = DIVISORS.to(target.device, torch.float32)
     ranks = torch.full((length, heads), top_k)
     probs = torch.zeros(length, heads, top_k)
     top_logits = torch.full((length, heads, top_k), -torch.inf)
@@ -156,18 +163,20 @@ def observe(
     for i in range(heads):
         for first in range(0, length - 1 - i, _CHUNK):
             places = torch.arange(first, min(first + _CHUNK, length - 1 - i), device=target.device)
-            logits = head.logits(features[i, places], i).float()  # (n, V')
-            top = logits.topk(min(top_k, logits.shape[1]), dim=-1)
-            draft_ids = head.to_target_ids(top.indices)  # (n, R)
+            logits = head.logits(features[i, places], i)  # (n, V')
+            values, top, _ = largest(logits, top_k)
+            draft_ids = head.to_target_ids(top)  # (n, R)
             hit = draft_ids == truth[places + 1 + i, None]
             rank = torch.where(hit.any(1), hit.int().argmax(1), top_k)
             here, count = places.cpu(), draft_ids.shape[1]
             ranks[here, i] = rank.cpu()
             likely = hit.float() if after is None else after[places + i].gather(1, draft_ids)
             probs[here, i, :count] = likely.float().cpu()
-            top_logits[here, i, :count] = top.values.cpu()
-            norms[here, i] = torch.stack([(logits / divisor).logsumexp(1) for divisor in divisors], 1).cpu()
-    return Observation(ranks, probs, top_logits, norms), hidden[0, start - 1 : start - 1 + length]
+            top_logits[here, i, :count] = values.cpu()
+            used = (ranks[here, :i] < top_k).all(1)  # as in `reached`
+            logits = logits[used.to(logits.device)]
+            norms[here[used], i] = torch.cat([largest(logits, 1, float(each))[2] for each in DIVISORS], 1).cpu()
+    return Observation(ranks, probs, top_logits, norms), hidden
 
 
 def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[float]:
@@ -218,12 +227,12 @@ def _log_probs(seen: Observation, used: Tensor, head_index: int) -> Tensor:
 
 @torch.inference_mode()
 def draft_along(
-    head: DraftHead, shape: BestFirst, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor]
+    head: DraftHead, shape: BestFirst, answers: Sequence[Answer], hidden: Sequence[Tensor], places: Sequence[list[int]]
 ) -> list[Tensor]:
-    """Drafts with growing trees at every token of recorded answers, several answers as the rows of a batch.
+    """Drafts with growing trees at some tokens of recorded answers, several answers as the rows of a batch.
 
-    ``shape`` is of the largest tree, with the fitted confidence. For each answer, ``hidden`` has the states (m, D) from
-    :func:`observe`, and ``prompts`` those (T, D) of its prompt, which are not read for heads without a history.
+    ``shape`` is of the largest tree, with the fitted confidence. For each answer, ``hidden`` has the states (T, D) from
+    :func:`observe`, and ``places`` the tokens at which it is drafted, in order; elsewhere no draft token is right.
 
     Returns:
         For each answer (K, m, K): entry d-1 is the smallest size of tree of at most depth d that contains the true
@@ -234,16 +243,20 @@ def draft_along(
     heads = head.config.num_heads
     smallest = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
     limits = torch.arange(1, heads + 1, device=hidden[0].device)[:, None, None]
-    going = list(range(len(answers)))
-    for place in range(max(len(answer.token_ids) for answer in answers)):
-        staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
+    going, read = list(range(len(answers))), [0] * len(answers)  # tokens that the session has read
+    for step in range(max(map(len, places))):
+        staying = [i for i, row in enumerate(going) if step < len(places[row])]
         if len(staying) < len(going):
-            session.keep(torch.tensor(staying, device=hidden[0].device))
+            if step:
+                session.keep(torch.tensor(staying, device=hidden[0].device))
             going = [going[i] for i in staying]
-        context = _context(head, [answers[row] for row in going], [hidden[row] for row in going], prompts, place)
-        draft = session.propose(context, shape)
+        roots = [len(answers[row].prompt_ids) + places[row][step] for row in going]
+        texts = [answers[row].text for row in going]
+        begins = [read[row] if head.needs_history else root - 1 for row, root in zip(going, roots, strict=True)]
+        spans = list(zip(texts, [hidden[row] for row in going], begins, roots, strict=True))
+        draft = session.propose(_context(spans), shape)
         truth = torch.tensor(
-            [[*answers[row].token_ids[place + 1 : place + 1 + heads], *[-1] * heads][:heads] for row in going],
+            [[*text[root + 1 :][:heads], *[-1] * heads][:heads] for text, root in zip(texts, roots, strict=True)],
             device=draft.token_ids.device,
         )
         sizes = (draft.depths <= limits).cumsum(2)  # (K, B, N) of the smallest tree with each node
@@ -256,25 +269,21 @@ def draft_along(
             in_tree = alive[:, 0] & (limits[:, :, 0] > depth)  # (K, B)
             size = torch.where(in_tree, sizes.gather(2, node.expand(heads, -1, -1))[:, :, 0], NEVER).cpu()
             for i, row in enumerate(going):
-                smallest[row][:, place, depth] = size[:, i]
+                smallest[row][:, places[row][step], depth] = size[:, i]
+        for row, root in zip(going, roots, strict=True):
+            read[row] = root
     return smallest
 
 
-def _context(
-    head: DraftHead, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor], place: int
-) -> Context:
-    """The input of a step whose root is the token at ``place``, where the step before accepted no draft token."""
-    device = hidden[0].device
-    roots = torch.tensor([answer.token_ids[place] for answer in answers], device=device)
-    last = torch.stack([states[place] for states in hidden])[:, None]  # (B, 1, D)
-    texts = [(answer.prompt_ids + answer.token_ids)[: len(answer.prompt_ids) + place] for answer in answers]
-    if place or not head.needs_history:
-        tokens = torch.tensor([text[-1:] for text in texts], device=device)
-        return Context(last, tokens, torch.ones_like(roots), roots)
-    read = [torch.cat([prompts[row][: len(text) - 1], last[row]]) for row, text in enumerate(texts)]
-    states = pad_sequence(read, batch_first=True)
-    tokens = pad_sequence([torch.tensor(text, device=device) for text in texts], batch_first=True)
-    return Context(states, tokens, torch.tensor([len(text) for text in texts], device=device), roots)
+def _context(spans: Sequence[tuple[list[int], Tensor, int, int]]) -> Context:
+    """The input of a step: of each row the text, its hidden states, where what is new begins, and the root's place."""
+    device = spans[0][1].device
+    states = pad_sequence([hidden[begin:root] for _, hidden, begin, root in spans], batch_first=True)
+    tokens = pad_sequence([torch.tensor(text[begin:root]) for text, _, begin, root in spans], batch_first=True)
+    counts = torch.tensor([root - begin for _, _, begin, root in spans], device=device)
+    return Context(
+        states, tokens.to(device), counts, torch.tensor([text[root] for text, *_, root in spans], device=device)
+    )
 
 
 class Replay:
@@ -295,13 +304,12 @@ class Replay:
             ``num_tokens`` of the answers.
         """
         advance = counted_stage(self.progress, "drafting along the answers", 2 * len(answers))
-        seen, hidden, prompts = [], [], []
+        seen, hidden = [], []
         head, temperature = self._deep_head(answers), self.settings.temperature
         for answer in answers:
             observation, states = observe(head, self.target, answer, top_k=self.top_k, temperature=temperature)
             seen.append(observation)
             hidden.append(states)
-            prompts.append(self._prompt_states(answer))
             advance()
         confidence = fit_confidence(seen, self.top_k)
         texts: list[Tensor] = []
@@ -309,7 +317,8 @@ class Replay:
         shape = BestFirst(drafted, top_k=self.top_k, beam=self.settings.beam, temperatures=tuple(confidence))
         for start in range(0, len(answers), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
-            texts += draft_along(head, shape, answers[rows], hidden[rows], prompts[rows])
+            places = [(each.ranks[:, 0] < self.top_k).nonzero()[:, 0].tolist() for each in seen[rows]]
+            texts += draft_along(head, shape, answers[rows], hidden[rows], places)
             for _ in answers[rows]:
                 advance()
         by_depth = [_tokens_per_step([text[i] for text in texts], count) for i in range(head.config.num_heads)]
@@ -339,12 +348,6 @@ class Replay:
         typical = int(statistics.median(len(answer.token_ids) for answer in answers))
         deepest = min(_DEEPEST, typical - 2)
         return self.head if self.head.depth_limit or deepest <= heads else self.head.with_depth(deepest)
-
-    def _prompt_states(self, answer: Answer) -> Tensor:
-        """Hidden states (T, D) of the prompt, for heads that read them."""
-        if not self.head.needs_history:
-            return torch.empty(0)
-        return self.head.split(replace(answer, token_ids=()).states(self.target, self.head))[0][0]
 
     def _static(self, seen: Sequence[Observation]) -> dict[str, Any]:
         """Static trees from all answers. Tokens per step are measured on each half with trees from the other half."""
