@@ -1,18 +1,19 @@
 """Static trees by size: what is measured is decoding with them, and the fastest measured one is chosen."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from draftheads.bench import tree_sizes
 from draftheads.bench.table import Row
 from draftheads.bench.timing import PLAIN
 from draftheads.bench.tree_sizes import COLUMNS, Synthetic, fastest_tree, forecast, synthetic_engine, time_trees
 from draftheads.decode.engine import Engine
-from draftheads.decode.step_costs import StepCosts, read_costs
+from draftheads.decode.step_costs import StepCosts, StepTimer, read_costs
 from draftheads.drafters.mixed import Mixed
 from draftheads.errors import CheckpointCorrupt
 from draftheads.heads.base import DraftHead
@@ -30,6 +31,21 @@ PROFILE = tiny_profile(TREES["ragged"])
 LARGEST = TREES["ragged"].num_nodes
 SIZES = [size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size < LARGEST] + [LARGEST]
 COSTS = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, 40.0), ("static", 1, 1, 5.0), ("static", 1, 2, 10.0)])
+
+
+asked: list[StepTimer] = []  # the timers that costs were measured with
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs_by_hand() -> Iterator[None]:
+    def measured(target: TargetModel, head: DraftHead, *, timer: StepTimer) -> StepCosts:
+        assert (timer.target, timer.drafter) == (target, head)
+        asked.append(timer)
+        return COSTS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_sizes, "measure_costs", measured)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +101,17 @@ def test_predictions_stand_beside_them(found: dict[int, list[Row]]):
             assert cells[3] == f"{row.number('predicted_tokens_per_second'):.1f}"
             assert cells[4].startswith(f"{row.decode_tokens_per_second:.1f}")
             assert ("(" in cells[4]) == (batch_size == 1), "six groups of one prompt, or one of six"
+
+
+def test_costs_are_those_of_static_trees_and_of_texts_as_long_as_these(
+    model: TargetModel, head: DraftHead, tmp_path: Path
+):
+    """The prompt that is in the middle, and half of an answer. Costs of the engine are not used."""
+    prompts, others = [[3 + row] * length for row, length in enumerate((5, 70, 9))], StepCosts(((1, 1.0), (2, 1.0)))
+    engine = Engine(model, Mixed(head), profile=PROFILE, costs=others)
+    rows, _ = time_trees(engine, (1,), prompts, folder=tmp_path, progress=NoProgress())
+    assert (asked[-1].length, asked[-1].grows) == (9 + 32, False)
+    assert rows[1][0].number("predicted_tokens_per_second") == pytest.approx(1e3 / COSTS.passes([1])[0])
 
 
 def test_the_fastest_tree_is_the_fastest_measured_one(model: TargetModel, head: DraftHead, tmp_path: Path, clock: Any):

@@ -1,6 +1,7 @@
 """How much is drafted: by expected tokens and milliseconds, by what requests accept, and by how long steps take."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,18 @@ def test_the_fastest_tree_is_drafted(profile: AcceptanceProfile, per_token: floa
             assert (way and way.kind, nodes) == by_search(planner, rows, ratio)
             if way is None:
                 assert rate == pytest.approx(rows / float(planner.costs.passes(rows)))
+
+
+def test_further_texts_of_a_batch_cost_more_than_their_tokens() -> None:
+    """Three of four, at each number of nodes; of one request nothing is added."""
+    of_one = StepCosts(((1, 10.0), (64, 40.0)), ((1, 1, 1.0),))
+    alone, several = (
+        Planner(tiny_profile(TREES["ragged"]), costs) for costs in (of_one, replace(of_one, of_texts=0.5))
+    )
+    for rows in (1, 4):
+        (before, drafting), (passes, same) = alone.costs_now(rows), several.costs_now(rows)
+        assert (passes - before).tolist() == pytest.approx([0.5 * (rows - 1)] * len(passes))
+        assert same.tolist() == drafting.tolist()
 
 
 def test_nothing_is_drafted_where_plain_decoding_is_as_fast() -> None:

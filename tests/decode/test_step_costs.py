@@ -1,17 +1,21 @@
 """Costs of steps: what is measured, what lies between, and what is kept."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftheads.decode import step_costs as module
-from draftheads.decode.step_costs import StepCosts, StepTimer, costs_of, measure_costs
+from draftheads.decode.request import Request
+from draftheads.decode.step_costs import StepCosts, StepTimer, costs_of, measure_costs, read_costs
 from draftheads.errors import CacheWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.runners.native_runner import NativeRunner
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Tree
 from families import needs_library, tiny_head, tiny_model
 from thorough import some_rows
 
@@ -31,8 +35,8 @@ def head(target: TargetModel) -> DraftHead:
 class FakeTimer:
     """A pass takes 10 ms and half a millisecond for each token, a level 1 ms and 0.1 ms for each row."""
 
-    def __init__(self, *disturbed: int, slower: float = 1.0) -> None:
-        self.disturbed, self.slower, self.now, self.calls = set(disturbed), slower, 0.0, 0
+    def __init__(self, *disturbed: int, slower: float = 1.0, text: float = 0.0) -> None:
+        self.disturbed, self.slower, self.text, self.now, self.calls = set(disturbed), slower, text, 0.0, 0
 
     def _takes(self, milliseconds: float) -> float:
         self.calls += 1
@@ -41,7 +45,7 @@ class FakeTimer:
         return milliseconds
 
     def verify(self, rows: int, nodes: int) -> float:
-        return self._takes(10.0 + 0.5 * self.slower * rows * nodes)
+        return self._takes(10.0 + 0.5 * self.slower * rows * nodes + self.text * (rows - 1))
 
     def levels(self, rows: int, depth: int) -> float:
         return self._takes((1.0 + 0.1 * rows) * depth)
@@ -55,6 +59,20 @@ def test_what_is_measured_and_what_lies_between(target: TargetModel, head: Draft
     for rows, levels in ((1, 1), (1, 2), (2, 3), (4, 1), (9, 2), (1, 6)):
         assert costs.draft(rows, levels) == pytest.approx((1.0 + 0.1 * rows) * levels)
     assert costs.draft(4, 0) == 0.0
+
+
+def test_each_further_text_costs_the_same(cache: Path, target: TargetModel, head: DraftHead) -> None:
+    """Beyond its tokens; the costs in a file have it, too, and without it they are of one text."""
+    costs = measure_costs(target, head, timer=FakeTimer(1, 2, 3, text=0.75))
+    assert costs.passes([1, 8, 64]).tolist() == pytest.approx([10.5, 14.0, 42.0]), "of one text"
+    assert costs.passes([8, 64], 4).tolist() == pytest.approx([14.0 + 2.25, 42.0 + 2.25])
+    assert costs.of_texts == pytest.approx(0.75)
+    assert measure_costs(target, head, timer=FakeTimer(text=-0.75)).of_texts == 0.0
+    path = cache.parent / "costs.json"
+    path.write_text(json.dumps({"format_version": 13, **asdict(costs)}))
+    assert read_costs(path) == costs
+    with pytest.raises(ValueError, match=r"of_texts is -1"):
+        StepCosts(((1, 10.0),), of_texts=-1.0)
 
 
 def test_fewer_tokens_cost_no_more() -> None:
@@ -100,12 +118,56 @@ def test_the_pass_of_greedy_steps_is_timed(head: DraftHead, monkeypatch: pytest.
 
 
 def test_rows_have_256_tokens_of_text_or_half_of_what_the_model_knows(target: TargetModel, head: DraftHead) -> None:
-    assert StepTimer(target, head).length == 128
-    timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
+    assert StepTimer(target, head).length == StepTimer(target, head, 4096).length == 128
+    larger = tiny_model("llama", max_position_embeddings=2048)
+    assert StepTimer(larger, head, 90).length == 90
+    timer = StepTimer(larger, head)
+    timer.verify(2, 3)
+    batch, given = timer._batches[2]
+    seen, verify = [], batch.runner.verify
+
+    def noted(rows: Any, draft: Any) -> Any:
+        seen.append(([row.length for row in rows], draft is given.draft, draft.num_nodes))
+        return verify(rows, draft)
+
+    batch.runner.verify = noted  # type: ignore[method-assign]
+    assert [timer.verify(2, nodes) > 0.0 for nodes in (5, 9)] == [True, True]
+    assert seen == [([256, 256], True, 5), ([256, 256], True, 9)]
+    assert batch.runner.num_bytes == 2 * 384 * 2 * 2 * 2 * 8 * 4
+
+
+def test_a_whole_step_is_timed(target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens become text of requests that never end, and that is in the time."""
+    timer, texts = StepTimer(target, head), []
     timer.verify(2, 5)
-    runner, texts = timer._texts(2)
-    assert [row.length for row in texts] == [256, 256]
-    assert runner.num_bytes == 2 * 384 * 2 * 2 * 2 * 8 * 4
+    append = Request.append
+    now, times = 0.0, property(lambda _: now)
+
+    def slow(request: Request, ids: Any, **what: Any) -> Any:
+        nonlocal now
+        now += 2.0
+        texts.append(ids)
+        return append(request, ids, **what)
+
+    monkeypatch.setattr(Request, "append", slow)
+    monkeypatch.setattr(StepTimer, "now", times)
+    for _ in range(target.max_positions or 300):  # more tokens than the model has positions
+        assert timer.verify(2, 5) == 4000.0
+    assert len(texts) == 2 * (target.max_positions or 300)
+    assert all(texts)
+
+
+def test_levels_are_of_the_trees_that_are_drafted(
+    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[Any] = []
+    monkeypatch.setattr(StepTimer, "draft", lambda _, rows, shape: shapes.append((rows, shape)) or 1.0)
+    for grows in (True, False):
+        timer = StepTimer(target, head, grows=grows)
+        assert [timer.levels(2, depth) for depth in (1, 3)] == [1.0, 1.0]
+    assert [rows for rows, _ in shapes] == [2] * 4
+    assert [type(shape) for _, shape in shapes] == [BestFirst, BestFirst, Tree, Tree]
+    assert [shape.max_depth for _, shape in shapes] == [1, 3, 1, 3]
 
 
 # --- the cache ---
@@ -133,7 +195,7 @@ def test_costs_are_kept_for_each_model_and_head(cache: Path, target: TargetModel
     assert len(list(cache.iterdir())) == 3
     costs_of(target, tiny_head("eagle", target), keep=False)
     assert len(list(cache.iterdir())) == 3
-    assert json.loads(next(cache.iterdir()).read_text())["format_version"] == 12
+    assert json.loads(next(cache.iterdir()).read_text())["format_version"] == 13
 
 
 def test_kept_costs_are_looked_at_again(
@@ -145,7 +207,7 @@ def test_kept_costs_are_looked_at_again(
     first = costs_of(target, head)
     timers.append(FakeTimer(slower=1.02))
     assert costs_of(target, head) == first
-    assert timers[-1].calls == 4 * (1 + 2) + 3 * (1 + 2 * 3), "one to begin with, then two, thrice of few tokens"
+    assert timers[-1].calls == 5 * (1 + 2) + 3 * (1 + 2 * 3), "one to begin with, then two, thrice of few tokens"
     timers.append(FakeTimer(slower=3.0))
     again = costs_of(target, head)
     assert again.passes(64) == pytest.approx(10.0 + 1.5 * 64)

@@ -5,6 +5,7 @@ are right as often as somebody says.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, cycle, groupby
@@ -22,7 +23,7 @@ from draftheads.bench.timing import spread
 from draftheads.checkpoints.checkpoint import resolve_head, save_head
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner, rates
-from draftheads.decode.step_costs import Floats, StepCosts, machine_of
+from draftheads.decode.step_costs import Floats, StepCosts, StepTimer, machine_of, measure_costs
 from draftheads.drafters.mixed import Mixed
 from draftheads.heads.base import DraftHead
 from draftheads.loading import engine_on, load_target
@@ -64,8 +65,10 @@ def time_trees(
 ) -> tuple[dict[int, list[Row]], list[dict[str, Any]]]:
     """The head decodes with nested trees of up to 11 sizes, without copies, in turn with plain decoding.
 
+    Speeds are predicted by costs that are measured just before, with texts as long as the answers are halfway.
+
     Args:
-        engine: the model with the head, its profile and costs, as :func:`draftheads.search.tune.tune_head` returns it.
+        engine: the model with the head and its profile, as :func:`draftheads.search.tune.tune_head` returns it.
         batch_sizes: prompts that are decoded together; each is measured, and given once.
         prompts: token ids. 16 of them are answered, or 12 for each prompt of the largest batch; spread over all.
         folder: finished answers are saved there until all are, so that a run that was stopped continues.
@@ -76,11 +79,11 @@ def time_trees(
         By batch size a row for each tree, that of one node (plain decoding) first; its numbers have the predicted
         ones, too. Then what was not measured, and why; nothing is, where no draft token was accepted.
     """
-    planner, target = engine.planner, engine.model
-    assert planner is not None
-    profile = planner.profile
-    if drafter is None:
-        drafter = engine.drafter.drafter if isinstance(engine.drafter, Mixed) else engine.drafter
+    profile, target = engine.profile, engine.model
+    own = engine.drafter.drafter if isinstance(engine.drafter, Mixed) else engine.drafter
+    assert profile is not None
+    assert isinstance(own, DraftHead)
+    drafter = drafter or own
     if len(profile.static_tokens) == 1:
         problem = "no tree is timed: no draft token of the head was accepted, so it has no static tree"
         return {}, [{"question": None, "turn": 0, "problem": f"{problem}; train it on text like these prompts"}]
@@ -91,10 +94,13 @@ def time_trees(
     head, asked = Contender("head", drafter, identity), spread(prompts, max(_FEWEST, _PER_ROW * max(batch_sizes)))
     bench = Bench(target, [head], asked, [], settings, folder=folder / identity, progress=progress)
     bench.trees.profile = profile
+    length = round(statistics.median(map(len, asked))) + _NEW_TOKENS // 2
+    costs = measure_costs(target, own, timer=StepTimer(target, own, length, grows=False))
+    planner = Planner(profile, costs)
     way = max((way for way in planner.ways if way.kind == "static"), key=lambda way: way.depth)
     batches = {}
     for size, rows in groupby(bench.run(), key=lambda row: int(row.settings["batch_size"])):
-        (by_nodes,) = rates([way], size, *planner.costs_now(size, follows=False))
+        (by_nodes,) = rates([way], size, *planner.costs_now(size))
         batches[size] = [_with_predicted(row, profile.static_tokens, 1e3 * by_nodes) for row in rows]
     for path in bench.saved:
         path.unlink(missing_ok=True)

@@ -4,13 +4,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.decode.planner import AcceptanceCheck, Planner
 from draftheads.decode.prefix_cache import ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.token_rules import BatchRules, has_rules
@@ -23,6 +22,9 @@ from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.sampling import RowSettings, SeenTokens, has_penalty, most_likely, token_logprobs
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
+
+if TYPE_CHECKING:
+    from draftheads.decode.planner import AcceptanceCheck, Planner
 
 BatchEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
 
@@ -77,8 +79,8 @@ class Batch:
         drafter: Drafter,
         *,
         shape: Shape | None = None,
-        planner: Planner | None = None,
-        check: AcceptanceCheck | None = None,
+        planner: "Planner | None" = None,
+        check: "AcceptanceCheck | None" = None,
         on_phase: Callable[[str], object] = str,
     ) -> None:
         self.runner = runner_for(model, drafter.hidden_layers)

@@ -217,7 +217,7 @@ class Planner:
 
     def _of_rows(self, rows: int) -> tuple[Floats, Floats]:
         drafting = np.array([self.costs.draft(rows, levels) for levels in self._levels])
-        return self.costs.passes(rows * self._nodes), drafting
+        return self.costs.passes(rows * self._nodes, rows), drafting
 
     def choose(self, rows: int, ratio: float = 1.0, *, follows: bool = True) -> tuple[Way | None, int, float]:
         """The fastest way, its nodes, and its tokens per millisecond; no way and one node where that is plain decoding.

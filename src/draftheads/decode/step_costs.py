@@ -1,16 +1,17 @@
-"""What a step costs on this machine: milliseconds of a pass by its tokens, and of drafting by its levels.
+"""What a step costs on this machine: milliseconds of all but its drafting by its tokens, and of that by its levels.
 
 Costs belong to a machine, a model and a head's architecture; they do not depend on acceptance. They are measured once,
-in about a second, with the operations of the decoding loop, and kept in the user's cache.
+in about a second, with steps of the decoding loop, and kept in the user's cache.
 """
 
 import hashlib
 import json
 import logging
 import math
+import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, product
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.optimise import kernels_of
+from draftheads.decode.batch import Batch
+from draftheads.decode.request import Request
 from draftheads.errors import CacheWarning, CheckpointCorrupt, CheckpointError, InvalidSettings, StorageError
 from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.model import TargetModel
-from draftheads.runners import runner_for
-from draftheads.runners.runner import Row, Runner
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.accept import accept, accept_greedy
 from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import NoDraft
 from draftheads.speculation.sampling import RowSettings
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
@@ -42,10 +43,11 @@ from draftheads.utils.strict_json import checked, read_object
 
 logger = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
-_VERSION = 12
-_PASSES = ((1, 1), (1, 2), (1, 4), (4, 2), (1, 12), (4, 6), (4, 16))  # (rows, nodes), each another number of tokens
+_VERSION = 13
+_PASSES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 12), (1, 24), (1, 64))  # (rows, nodes)
+_TEXTS = (4, 2)  # the same of several texts, with as many tokens as one of them
 _DRAFTS = ((1, 1), (1, 4), (4, 1), (4, 4))  # (rows, levels)
-_SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; the least counts
+_SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; the median counts
 _FEW_TOKENS, _REPEATS = 4, 3  # passes of so few tokens are timed so often in a sweep: they decide whether to draft
 _SAME = 1.15  # stored costs hold while a pass of several tokens takes up to so many times as many plain passes as then
 TEXT_TOKENS = 256  # of each row, about as many as a short answer and its prompt have
@@ -65,22 +67,26 @@ class StepCosts:
     """
 
     of_passes: tuple[tuple[int, float], ...]
-    """(tokens of all rows, milliseconds) of verifying, accepting and committing."""
+    """(tokens of all rows, milliseconds) of a step without its drafting: verifying, accepting, committing, texts."""
     of_drafts: tuple[tuple[int, int, float], ...] = ()
     """(rows, levels, milliseconds) of drafting."""
+    of_texts: float = 0.0
+    """Milliseconds that each text beyond the first adds to a step of as many tokens."""
 
     def __post_init__(self) -> None:
         if not self.of_passes or self.of_passes[0][0] != 1:
             raise ValueError("costs need the milliseconds of a pass of one token")
         if any(not 0 < number < math.inf for point in (*self.of_passes, *self.of_drafts) for number in point):
             raise ValueError("each number of costs must be above 0")
+        if not 0 <= self.of_texts < math.inf:
+            raise ValueError(f"of_texts is {self.of_texts}; these costs must be at least 0")
 
-    def passes(self, tokens: npt.ArrayLike) -> Floats:
-        """Milliseconds of passes of so many tokens."""
+    def passes(self, tokens: npt.ArrayLike, rows: int = 1) -> Floats:
+        """Milliseconds of passes of so many tokens, of all rows together."""
         points = np.array(self.of_passes)
         # fewer tokens cost no more: what disturbs a machine only adds
         points[:, 1] = np.minimum.accumulate(points[::-1, 1])[::-1]
-        return _on_lines(np.asarray(tokens, dtype=np.float64), points)
+        return _on_lines(np.asarray(tokens, dtype=np.float64), points) + (rows - 1) * self.of_texts
 
     def draft(self, rows: int, levels: int) -> float:
         """Milliseconds of drafting so many levels; the first one may cost more than each further one."""
@@ -102,17 +108,34 @@ def _on_lines(at: Floats, points: Floats) -> Floats:
     return found
 
 
+class _Given(NoDraft):
+    """Drafts what it is given."""
+
+    draft: Draft
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        return self.draft
+
+
 class StepTimer:
-    """Times passes and drafting of rows with about 256 tokens of arbitrary text.
+    """Times steps and drafting of rows with some arbitrary text.
 
     The text is not read: its keys and values are zeros, which take as long as others.
+
+    Args:
+        target: the model.
+        drafter: its head.
+        text_tokens: of each row; half of the positions that the model has, where those are fewer.
+        grows: whether the trees of :meth:`levels` grow.
     """
 
-    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
-        self.target, self.drafter = target, drafter
-        self.length = min(TEXT_TOKENS, (target.max_positions or 4 * TEXT_TOKENS) // 2)
+    def __init__(
+        self, target: TargetModel, drafter: DraftHead, text_tokens: int = TEXT_TOKENS, *, grows: bool = True
+    ) -> None:
+        self.target, self.drafter, self.grows = target, drafter, grows
+        self.length = min(text_tokens, (target.max_positions or 2 * text_tokens) // 2)
         self.generator = torch.Generator().manual_seed(0)
-        self._rows: dict[int, tuple[Runner, list[Row]]] = {}
+        self._batches: dict[int, tuple[Batch, _Given]] = {}
         self._sessions: dict[int, HeadSession] = {}
 
     @property
@@ -122,22 +145,17 @@ class StepTimer:
 
     @torch.inference_mode()
     def verify(self, rows: int, nodes: int) -> float:
-        """Milliseconds of a pass over trees of so many nodes, of accepting and of committing."""
-        runner, texts = self._texts(rows)
-        draft = Draft.on_tree(typical_tree(nodes, depth=4, top_k=4), self._tokens(rows, nodes))
-        uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
+        """Milliseconds of a greedy step that has drafted trees of so many nodes."""
+        if rows not in self._batches:
+            self._batches[rows] = self._batch(rows)
+        batch, given = self._batches[rows]
+        for row in batch.rows:
+            row.length = self.length
+        given.draft = Draft.on_tree(typical_tree(nodes, depth=4, top_k=4), self._tokens(rows, nodes))
         with self.target.computing():
             start = self.now
-            if self.target.finds_most_likely:  # as greedy steps
-                result = accept_greedy(draft, runner.most_likely(texts, draft)[0])
-            else:
-                logits, _ = runner.verify(texts, draft)
-                result = accept(draft, logits, self._settings(rows), uniforms, None)
-            runner.commit(texts, result, result.num_accepted.tolist())
-            milliseconds = 1e3 * (self.now - start)
-        for row in texts:
-            row.length = self.length
-        return milliseconds
+            batch.step()
+            return 1e3 * (self.now - start)
 
     @torch.inference_mode()
     def draft(self, rows: int, shape: Shape) -> float:
@@ -151,8 +169,11 @@ class StepTimer:
         return self._milliseconds(rows, self._session(rows).root)
 
     def levels(self, rows: int, depth: int) -> float:
-        """Milliseconds of drafting a growing tree of so many levels."""
-        return self.draft(rows, BestFirst(2 * depth, max_depth=depth, min_level_probability=None))
+        """Milliseconds of drafting a tree of so many levels."""
+        if self.grows:
+            return self.draft(rows, BestFirst(2 * depth, max_depth=depth, min_level_probability=None))
+        paths = {*typical_tree(2 * depth, depth=depth, top_k=4).paths, *Tree.chain(depth).paths}
+        return self.draft(rows, Tree.from_paths(paths))
 
     def _milliseconds(self, rows: int, act: Callable[[Context], object]) -> float:
         context = self._context(rows, STEP_TOKENS if self.drafter.needs_history else 1)
@@ -163,14 +184,18 @@ class StepTimer:
             act(context)
             return 1e3 * (self.now - start)
 
-    def _texts(self, rows: int) -> tuple[Runner, list[Row]]:
-        if rows not in self._rows:
-            runner = runner_for(self.target, self.drafter.hidden_layers)
-            texts, _, _ = runner.prefill(self._tokens(rows, 1).tolist())
-            for row in texts:
-                row.length = self.length
-            self._rows[rows] = runner, texts
-        return self._rows[rows]
+    def _batch(self, rows: int) -> tuple[Batch, _Given]:
+        """Requests that never end, and what drafts for them."""
+        target, given = self.target, _Given()
+        given.hidden_layers = self.drafter.hidden_layers
+        batch = Batch(target, given)
+        endless = SamplingSettings(max_new_tokens=1 << 30, ignore_eos=True)
+        known: dict[str, Any] = {"tokenizer": target.tokenizer, "eos_ids": target.eos_ids, "max_length": None}
+        requests = [Request(ids, endless, **known) for ids in self._tokens(rows, 1).tolist()]
+        for request in requests:
+            request.row, request.read_ids = batch.runner.open(2), request.prompt_ids
+        batch.join(batch.read(dict.fromkeys(requests, 1)))
+        return batch, given
 
     def _session(self, rows: int) -> HeadSession:
         """A session that has read the rows' text, where it reads it at all."""
@@ -214,30 +239,37 @@ def typical_tree(num_nodes: int, *, depth: int, top_k: int) -> Tree:
 
 
 def measure_costs(
-    target: TargetModel, drafter: DraftHead, *, timer: Any = None, sweeps: int = _SWEEPS, with_drafts: bool = True
+    target: TargetModel,
+    drafter: DraftHead,
+    *,
+    timer: Any = None,
+    sweeps: int = _SWEEPS,
+    with_drafts: bool = True,
+    usual: Callable[[Sequence[float]], float] = statistics.median,
 ) -> StepCosts:
-    """Times passes and drafting in several sweeps, so that what disturbs the machine for a moment counts nowhere."""
+    """Times steps and drafting in several sweeps, so that what disturbs the machine for a moment counts nowhere."""
     timer = StepTimer(target, drafter) if timer is None else timer
     depth = drafter.depth_limit or max(drafter.config.num_heads, 4)
-    passes: dict[tuple[int, int], float] = {}  # the least milliseconds of (rows, nodes), and of (rows, levels)
-    drafts: dict[tuple[int, int], float] = {}
-    places = [(passes, place) for place in _PASSES]
+    passes: dict[tuple[int, int], list[float]] = {}  # milliseconds of (rows, nodes), and of (rows, levels)
+    drafts: dict[tuple[int, int], list[float]] = {}
+    places = [(passes, place) for place in (*_PASSES, _TEXTS)]
     if with_drafts:
         places += [(drafts, (rows, min(levels, depth))) for rows, levels in _DRAFTS]
     start = timer.now
     for _ in range(sweeps):
-        for least, place in places:
-            measure = timer.verify if least is passes else timer.levels
-            if place not in least:
+        for found, place in places:
+            measure = timer.verify if found is passes else timer.levels
+            if place not in found:
                 measure(*place)  # kernels are chosen, and memory is reserved
-            repeats = _REPEATS if least is passes and math.prod(place) <= _FEW_TOKENS else 1
-            found = min(measure(*place) for _ in range(repeats))
-            least[place] = min(least.get(place, math.inf), max(1e-4, found))
+            repeats = _REPEATS if found is passes and math.prod(place) <= _FEW_TOKENS else 1
+            found.setdefault(place, []).extend(max(1e-4, measure(*place)) for _ in range(repeats))
         if timer.now - start > _MOST_SECONDS:
             break
-    of_passes = sorted((rows * nodes, round(value, 4)) for (rows, nodes), value in passes.items())
-    of_drafts = sorted((*place, round(value, 4)) for place, value in drafts.items())
-    return StepCosts(tuple(of_passes), tuple(of_drafts))
+    of_passes = [(nodes, round(usual(passes[1, nodes]), 4)) for _, nodes in _PASSES]
+    rows, tokens = _TEXTS[0], math.prod(_TEXTS)
+    of_texts = max(0.0, round((usual(passes[_TEXTS]) - usual(passes[1, tokens])) / (rows - 1), 4))
+    of_drafts = sorted((*place, round(usual(times), 4)) for place, times in drafts.items())
+    return StepCosts(tuple(of_passes), tuple(of_drafts), of_texts)
 
 
 def read_costs(path: Path) -> StepCosts:
@@ -250,9 +282,12 @@ def read_costs(path: Path) -> StepCosts:
     """
     fields = {"format_version": int, "of_passes": list, "of_drafts": list}
     raw = read_object(path, newest=_VERSION)
-    raw = checked(raw, fields | ({"about": str} if "about" in raw else {}), path)
+    may_be = {name: kind for name, kind in (("about", str), ("of_texts", float)) if name in raw}
+    raw = checked(raw, fields | may_be, path)
     try:
-        return StepCosts(tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])))
+        return StepCosts(
+            tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])), raw.get("of_texts", 0.0)
+        )
     except (ValueError, TypeError) as error:
         raise CheckpointCorrupt(f"{path}: {error}") from None
 
@@ -317,7 +352,7 @@ def costs_of(target: TargetModel, drafter: DraftHead, *, keep: bool = True) -> S
 
 
 def _still_right(stored: StepCosts, target: TargetModel, drafter: DraftHead) -> bool:
-    now = measure_costs(target, drafter, sweeps=2, with_drafts=False)
+    now = measure_costs(target, drafter, sweeps=2, with_drafts=False, usual=min)  # of two, a median is the mean
     tokens = [count for count, _ in now.of_passes]
     ratios = (now.passes(tokens) / now.passes(1)) / (stored.passes(tokens) / stored.passes(1))
     return bool(np.all((ratios < _SAME) & (ratios > 1.0 / _SAME)))
