@@ -303,6 +303,28 @@ def test_another_base_is_refused(case: str, tmp_path: Path) -> None:
         convert(folder, tmp_path / "ours", base=other)
 
 
+def test_a_base_of_another_size_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    """By what fc reads, and without fc by the layer."""
+    other = tiny_model("llama", **DEEP, hidden_size=64)
+    for case, found in {
+        "eagle3": r"fc reads 96 numbers of a token, .* have 64, .* give the base model that",
+        "eagle3 of the last hidden state": r"reads hidden states of 32 numbers, and those of .* have 64",
+    }.items():
+        head = made(case, target)
+        del head.config["target_hidden_size"]  # files need not have it
+        with pytest.raises((CheckpointCorrupt, UnsupportedModel), match=found):
+            convert(written(head, tmp_path / case), tmp_path / "ours", base=other)
+
+
+def test_a_draft_vocabulary_may_be_all_tokens_in_another_order(target: TargetModel, tmp_path: Path) -> None:
+    head = made("eagle3.1", target)
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
+    head.tensors["d2t"] = order - torch.arange(VOCAB)
+    layout = convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    assert layout.config.draft_vocab_size == VOCAB
+    assert torch.equal(load_head(tmp_path / "ours", target).to_target_ids(torch.arange(VOCAB)), order)
+
+
 def test_a_copy_of_the_lm_head_is_compared(target: TargetModel, tmp_path: Path) -> None:
     head = made("eagle", target)
     head.tensors["lm_head.weight"] = target.weights.lm_head.clone()
@@ -398,6 +420,13 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle3", {"sliding_window": 4}, {}, r"sliding_window is 4 and layer_types is missing: give \["),
         ("eagle3", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, {}, "give one type and its tokens"),
         ("eagle3", {"layer_types": ["sliding_attention"]}, {}, "sliding_window None: give one type"),
+        ("eagle3", {"layer_types": ["chunked_attention"]}, {}, "layer_types has chunked_attention; only full_att"),
+        ("eagle3 with a window", {"use_sliding_window": False}, {}, "use_sliding_window is false, and layer_types"),
+        ("eagle3", {"hidden_size": 64}, {}, "hidden_size is 64, and the tensors are those of 32"),
+        ("speculators", {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2, and the tensors are those of 1"),
+        ("eagle3", {"use_last_layernorm": False}, {}, "use_last_layernorm is False, and such heads cannot be read"),
+        ("eagle", {"rope_scaling": {"rope_type": "su", "factor": 4.0}}, {}, "rope_type is 'su'; only default, dyn"),
+        ("eagle3", {"rope_parameters": {"rope_theta": 5e5}}, {}, "rope_theta is .*: give one of them"),
         ("eagle3", {"draft_vocab_size": 12}, {}, "draft_vocab_size is 12, and the tensors are those of 10"),
         ("eagle3", {"truncated_vocab_size": 12}, {}, "truncated_vocab_size is 12, and the tensors are those of 10"),
         ("eagle3", {"num_aux_hidden_states": 4}, {}, "num_aux_hidden_states is 4, and the tensors are those of 3"),
@@ -431,6 +460,12 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle", {"num_attention_heads": "4"}, {}, "theirs"),
         ("eagle", {"rope_scaling": "linear"}, {}, "theirs"),
         ("eagle3", {IDS: [1, 2, 9]}, {}, r"layers are \[1, 2, 9\]; they must lie in 0 … 8"),
+        (
+            "eagle3",
+            {IDS: [1, 2]},
+            {},
+            r"fc reads 96 numbers of a token, .* have 32, .* are \[1, 2\].* the base model",
+        ),
         ("eagle3", {"eagle_config": "text"}, {}, "theirs"),
         ("eagle3", {}, {"d2t": torch.zeros(())}, "theirs"),
         ("vllm-medusa", {}, {"medusa_heads.token_map": torch.tensor([500] * 10)}, "theirs"),
@@ -551,6 +586,25 @@ def test_what_is_assumed_is_said_when_it_is_imported_and_when_it_is_loaded(
         with pytest.warns(BaseModelWarning, match=re.escape(guess)) as said:
             load(stored.model_id, head, precision="fp32")
         assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "given", "guess"),
+    [
+        ("eagle3 of the last hidden state", {IDS: [1, 3, 6]}, r"not the layers \[1, 3, 6\], as it has no fc"),
+        ("eagle3 with layers of its own", {"target_model_type": "qwen3"}, "model_type is llama, and not qwen3"),
+        ("eagle3 with layers of its own", {"target_model_type": "llama_with_images"}, None),
+    ],
+)
+def test_what_a_file_names_and_nothing_reads_is_said(
+    case: str, given: dict[str, Any], guess: str | None, *, target: TargetModel, tmp_path: Path
+) -> None:
+    head = made(case, target)
+    head.config |= given
+    *found, measured = convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target).guesses
+    assert "half of its draft tokens" in measured
+    assert len(found) == (guess is not None)
+    assert guess is None or re.search(guess, found[0])
 
 
 def test_a_head_reads_what_leaves_the_last_layer(stored: TargetModel) -> None:

@@ -91,7 +91,10 @@ def block_layout(source: Source, base: TargetModel, *, keys: Collection[str] = (
     source.need_config("it says which layers the head reads, and what stands for a masked token")
     given: dict[str, Any] = dict(source.config)
     for part in _OF_ITSELF:
-        given |= source.config.get(part) or {}
+        own = source.config.get(part) or {}
+        for name in (name for name in own if None not in (own[name], given.get(name)) and own[name] != given[name]):
+            raise source.wrong(f"{name} is {given[name]}, and {own[name]} in {part}: give one of them")
+        given |= own
     layer: Mapping[str, Any] = given.get("transformer_layer_config") or given
     parts = {name.partition(".")[0] for name in source.shapes}
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
@@ -169,6 +172,8 @@ def _visible(
     if not layer.get("layer_types") and not given.get("use_swa") and layer.get("use_sliding_window", window) and window:
         raise source.wrong(f"sliding_window is {window} and layer_types is missing: it says which layers have a window")
     with_windows = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
+    if with_windows and not given.get("use_swa") and layer.get("use_sliding_window") is False:
+        raise source.wrong("use_sliding_window is false, and layer_types names windows: give one of them")
     if with_windows and (not isinstance(window, int) or window < 1):
         raise source.wrong(f"sliding_window is {window!r}, and layers have a window (layer_types): give its tokens")
     non_causal = given.get("sliding_window_non_causal", True if _SPECULATORS in given or given.get("use_swa") else None)
@@ -264,8 +269,10 @@ def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) ->
 
 def _layers(source: Source, given: Mapping[str, Any], base: TargetModel) -> list[int]:
     key, shift = ("aux_hidden_state_layer_ids", 0) if _SPECULATORS in given else ("target_layer_ids", 1)
-    layers = [int(layer) + shift for layer in given.get(key) or ()]
-    most = int(base.config.num_hidden_layers)
+    named, most = given.get(key) or [], int(base.config.num_hidden_layers)
+    if not isinstance(named, list) or not all(isinstance(layer, int) for layer in named):
+        raise source.wrong(f"{key} is {named!r}; it must be a list of integers")
+    layers = [layer + shift for layer in named]
     if not layers or not all(0 <= layer <= most for layer in layers):
         raise source.wrong(f"{key} makes the layers {layers}; they must lie in 0 … {most}, what leaves the last one")
     return layers

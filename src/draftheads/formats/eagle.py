@@ -144,12 +144,13 @@ def _fused_layout(
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     of_eagle = given.get("eagle_config") or {}
-    keys = [*_KEYS, *(_OF_P_EAGLE if is_parallel else ()), *(LAYER_KEYS if layer is given else ())]
+    keys = [*_KEYS, *_ALWAYS, _AUX, *(_OF_P_EAGLE if is_parallel else ()), *(LAYER_KEYS if layer is given else ())]
     check_keys(source, keys, given)
     check_keys(source, LAYER_KEYS, {} if layer is given else layer, "transformer_layer_config.")
     check_keys(source, [*_KEYS, *_ALWAYS, _AUX], of_eagle, "eagle_config.")
-    others = [name for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual]
-    reasons: dict[str, object] = {f"{name} is {of_eagle[name]}, and such heads cannot be read": True for name in others}
+    told = {**of_eagle, **{name: value for name, value in given.items() if value is not None}}
+    others = [name for name, usual in _ALWAYS.items() if told.get(name, usual) != usual]
+    reasons: dict[str, object] = {f"{name} is {told[name]}, and such heads cannot be read": True for name in others}
     deeper = numbers_in(shapes, r"layers\.([1-9]\d*)\.input_layernorm\.weight")
     reasons["it has several layers, and an EAGLE-3 head has one, which is used again for each depth"] = (
         deeper and not is_parallel
@@ -158,26 +159,21 @@ def _fused_layout(
     size, has_fc = _size(shapes, prefix), "fc.weight" in shapes
     sizes = layer_options(source, base, layer, size, prefix, has_windows=not is_parallel)
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base, is_trained=is_parallel)
-    told = {**of_eagle, **{name: value for name, value in given.items() if value is not None}}
     for name in (name for name in of_eagle if name != _IDS and of_eagle[name] not in (None, told[name])):
         raise source.wrong(f"{name} is {told[name]}, and {of_eagle[name]} in eagle_config: give one of them")
-    target_size = told.get("target_hidden_size") or base.hidden_size
+    target_size = told.get("target_hidden_size") or (base.hidden_size if has_fc else size)
     if target_size != base.hidden_size:
         theirs = f"those of {base.model_id} have {base.hidden_size}"
         raise UnsupportedModel(f"{source.path}: the head reads hidden states of {target_size} numbers, and {theirs}")
     count = shapes["fc.weight"][1] // base.hidden_size if has_fc else 1
-    layers, of_layers = _layers(source, base, count) if has_fc else ([], ())
+    layers, of_layers = _layers(source, base, count) if has_fc else _no_layers(told)
     flags: dict[str, Any] = {name: f"{theirs}.weight" in shapes for name, theirs in _NORMS.items()}
     num_tokens = source.number("draft_vocab_size") or source.number("truncated_vocab_size")
     num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else num_tokens
     facts: dict[str, Any] = {**flags, _AUX: has_fc, "num_aux_hidden_states": count}
     facts |= {"draft_vocab_size": num_tokens, "truncated_vocab_size": num_tokens}
-    for name, fact in facts.items():
-        said = told.get(name, True if name == _AUX else None)
-        if said is not None and said != fact:
-            raise source.wrong(f"{name} is {said}, and the tensors are those of {fact}")
-    if told.get("target_layer_count", num_layers := int(base.config.num_hidden_layers)) != num_layers:
-        raise source.wrong(f"target_layer_count is {told['target_layer_count']}, and {base.model_id} has {num_layers}")
+    facts |= {} if is_parallel else {"num_hidden_layers": 1}
+    _compare({**layer, **told}, facts, source, base)
     of_one_layer: dict[str, Any] = {"norm_output": source.flag("norm_output", told), "window": _window(source, layer)}
     maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
@@ -204,7 +200,32 @@ def _fused_layout(
     unused = {*_unused(source), *(() if is_trimmed else maps)}
     copies = {} if own_embedding else {_EMBEDDING: "embedding"}
     kind = f"a{'n EAGLE-3' if not is_parallel else ' P-EAGLE'} head"
-    return Layout(kind, config, names, copies=copies, unused=unused, guesses=(*guesses, *of_layers))
+    return Layout(
+        kind, config, names, copies=copies, unused=unused, guesses=(*guesses, *of_layers, *_other_base(told, base))
+    )
+
+
+def _compare(told: Mapping[str, Any], facts: Mapping[str, Any], source: Source, base: TargetModel) -> None:
+    """Raises :class:`CheckpointCorrupt` if a configuration says otherwise than the tensors or the base."""
+    for name, fact in facts.items():
+        said = told.get(name, True if name == _AUX else None)
+        if said is not None and said != fact:
+            raise source.wrong(f"{name} is {said}, and the tensors are those of {fact}")
+    if told.get("target_layer_count", num_layers := int(base.config.num_hidden_layers)) != num_layers:
+        raise source.wrong(f"target_layer_count is {told['target_layer_count']}, and {base.model_id} has {num_layers}")
+
+
+def _no_layers(told: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
+    """Of a head without fc, and what was assumed of the layers that its configuration names."""
+    named = told.get(_IDS)
+    return [], (f"that it reads the last hidden state and not the layers {named}, as it has no fc",) if named else ()
+
+
+def _other_base(told: Mapping[str, Any], base: TargetModel) -> tuple[str, ...]:
+    """What is assumed of a base of another kind. Names of models with images begin as those of their text models."""
+    kind, own = told.get("target_model_type") or "", base.config.model_type
+    is_alike = kind.startswith(own) or own.startswith(kind)
+    return () if is_alike else (f"that {base.model_id} is its base model, whose model_type is {own}, and not {kind}",)
 
 
 def eagle3_names(config: FusedConfig, prefix: str = _PUBLISHED) -> dict[str, str]:
@@ -364,21 +385,26 @@ def _layers(source: Source, base: TargetModel, count: int) -> tuple[list[int], t
     elif named is None:
         by = "enters" if as_ours else "leaves"
         guesses = (f"that eagle_config counts layers by what {by} them, so that it reads the layers {layers}",)
-    known = range(num_layers + 1)
-    if max(1, len(layers)) != count or any(layer not in known for layer in layers):
-        limits = f"0 … {known[-1]}, the number of layers, which stands for what leaves the last one"
-        found = f"fc reads {count} hidden states, and the layers are {layers}"
-        raise CheckpointCorrupt(f"{source.path}: {found}; they must lie in {limits}")
+    known, numbers = range(num_layers + 1), source.shapes["fc.weight"][1]
+    if max(1, len(layers)) * base.hidden_size != numbers or any(layer not in known for layer in layers):
+        found = f"fc reads {numbers} numbers of a token, hidden states of {base.model_id} have {base.hidden_size}"
+        limits = f"must lie in 0 … {known[-1]}, the number of layers, which stands for what leaves the last one"
+        fix = "If they are right, give the base model that the head was trained for"
+        raise CheckpointCorrupt(f"{source.path}: {found}, and the layers are {layers}; they {limits}. {fix}")
     return list(layers), guesses
 
 
 def _window(source: Source, layer: Mapping[str, Any]) -> int:
     """The tokens that the layer sees; 0 is all. As in vLLM and SGLang ``layer_types`` tells whether it has a window."""
     types, window = layer.get("layer_types") or (), layer.get("sliding_window")
+    if unknown := sorted({*types} - {"full_attention", "sliding_attention"}):
+        raise source.wrong(f"layer_types has {', '.join(unknown)}; only full_attention and sliding_attention are read")
     if not types and layer.get("use_sliding_window", window) and window:
         raise source.wrong(f'sliding_window is {window} and layer_types is missing: give ["sliding_attention"] or none')
     if "sliding_attention" not in types:
         return 0
+    if layer.get("use_sliding_window") is False:
+        raise source.wrong("use_sliding_window is false, and layer_types names a window: give one of them")
     if len(types) != 1 or not isinstance(window, int) or window < 1:
         raise source.wrong(f"layer_types is {types} and sliding_window {window!r}: give one type and its tokens")
     return window

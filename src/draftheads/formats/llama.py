@@ -34,6 +34,7 @@ def layer_options(
     Windows are refused unless the head ``has_windows``: then the caller reads them.
     """
     from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import
 
     source.need_config("it says how many heads the layer's attention has, and its rotary positions")
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
@@ -46,7 +47,14 @@ def layer_options(
     reasons["attention within a window (sliding_window) cannot be read"] = windows and not has_windows
     act = given.get("hidden_act", "silu")
     reasons[f"the layer's activation is {act!r}; only silu can be read"] = act != "silu"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = {"default", "mrope", *ROPE_INIT_FUNCTIONS}  # the positions of a text are the same in all parts of mrope
+    reasons[f"rope_type is {kind!r}; only {', '.join(sorted(known))} can be read"] = kind not in known
     refuse(reasons, UnsupportedModel, f"{source.path}: ")
+    if (told := given.get("hidden_size")) not in (None, size):
+        raise source.wrong(f"hidden_size is {told}, and the tensors are those of {size}")
+    if len(thetas := {given.get("rope_theta"), rope.get("rope_theta")} - {None}) > 1:
+        raise source.wrong(f"rope_theta is {' and '.join(map(str, thetas))}: give one of them")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
     for name in _OF_LAYER[:4]:
         source.number(name, given=given)
