@@ -470,7 +470,7 @@ Make = Callable[[TargetModel], Published]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-YARN = {"rope_theta": 150000.0, "rope_scaling": {**YARN, "original_max_position_embeddings": 32}}  # of gpt-oss
+YARN = {"rope_theta": 150000.0, "rope_scaling": {**YARN, "original_max_position_embeddings": 128}}  # of gpt-oss
 MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}  # a text's positions are one
 CASES: dict[str, Make] = {
     "medusa v0.1": medusa,

@@ -191,7 +191,12 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         ({"markov_head_type": "vanilla"}, CheckpointCorrupt, "is 'vanilla', and the tensors are those of 'gated'"),
         ({"markov_rank": 7}, CheckpointCorrupt, "markov_rank is 7, and the tensors are those of 6"),
         ({"sample_from_anchor": "yes"}, CheckpointCorrupt, "sample_from_anchor is 'yes'; give one"),
-        ({"mask_token_id": 4000}, InvalidSettings, "mask_token_id is 4000; it must lie in 0"),
+        (
+            {"mask_token_id": 4000},
+            CheckpointCorrupt,
+            "theirs is no head that can be: mask_token_id is 4000; it must lie",
+        ),
+        (own(target_layer_ids=[0, 0]), CheckpointCorrupt, r"theirs is no head .* layers is \[1, 1\]; give different"),
         (SPECULATORS | {"sample_from_anchor": None}, CheckpointCorrupt, "missing; give true if the first"),
         (SPECULATORS | {"aux_hidden_state_layer_ids": [1, 3]}, CheckpointCorrupt, r"layer_ids makes .*\[1, 3\]"),
         (SPECULATORS | {"draft_vocab_size": 8}, CheckpointCorrupt, r"8 of \d+ tokens, and tensor d2t is missing"),

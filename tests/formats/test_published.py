@@ -325,6 +325,16 @@ def test_a_draft_vocabulary_may_be_all_tokens_in_another_order(target: TargetMod
     assert torch.equal(load_head(tmp_path / "ours", target).to_target_ids(torch.arange(VOCAB)), order)
 
 
+@pytest.mark.parametrize(("case", "told", "depth"), [("speculators", 4, 4), ("speculators", 99, 32), ("eagle3", 4, 5)])
+def test_drafts_are_as_deep_as_files_of_speculators_say(
+    case: str, told: int, depth: int, *, target: TargetModel, tmp_path: Path
+) -> None:
+    head = made(case, target)
+    if case == "speculators":
+        head.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = told
+    assert convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target).config.num_heads == depth
+
+
 def test_a_copy_of_the_lm_head_is_compared(target: TargetModel, tmp_path: Path) -> None:
     head = made("eagle", target)
     head.tensors["lm_head.weight"] = target.weights.lm_head.clone()

@@ -86,3 +86,15 @@ def slots(history: HeadKVCache) -> int:
     (kept,) = history.layers
     assert kept is not None
     return sum(part.untyped_storage().nbytes() for part in kept) // sum(part[0, 0].nbytes for part in kept)
+
+
+def test_a_window_may_fill_the_slots_that_a_history_grows_by() -> None:
+    history, rows = HeadKVCache(1, [128]), slice(0, 1)
+    history.join(1, torch.device("cpu"))
+    values = torch.arange(130.0)[None, :, None, None]
+    positions, longest = history.span(rows, 130)
+    history.write(0, rows, KeysValues(values, values), positions, longest, ends=torch.tensor([130]))
+    history.accept(rows, torch.tensor([130]), [130])
+    (seen,), (places,) = history.placed()
+    assert torch.equal(seen.keys[0, :, 0, 0], places[0].float())
+    assert sorted(places[0].tolist()) == list(range(2, 130))

@@ -12,6 +12,7 @@ from draftheads.errors import InvalidSettings
 from draftheads.formats.dflash import dflash_names
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
+from draftheads.heads.dflash2 import BlockConvolution
 from draftheads.models.chat_template import unused_token
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
@@ -247,6 +248,28 @@ def test_no_mask_has_an_embedding_of_zeros() -> None:
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSettings, match=message):
         head_classes("dspark")[0](hidden_size=32, vocab_size=64, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel_group": 7}, r"kernel_group is 7; hidden_size \(32\) must be a multiple of it"),
+        ({"gated": False}, "gated=false are options of dspark, not of dflash2"),
+        ({"gate_reads_token": True}, "gate_reads_token and .* are options of dspark"),
+        ({"num_candidates": 0}, "num_candidates"),
+        ({"kernel_taps": 0}, "kernel_taps"),
+    ],
+)
+def test_what_dflash2_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        head_classes("dflash2")[0](hidden_size=32, vocab_size=64, **options)
+
+
+def test_a_convolution_may_be_longer_than_its_block() -> None:
+    config: Any = head_classes("dflash2")[0](hidden_size=4, vocab_size=9, num_heads=1, kernel_taps=5, kernel_group=2)  # type: ignore[call-arg]
+    made, x = BlockConvolution(config), torch.randn(1, 2, 4)
+    made.base_kernel.data.fill_(1.0)
+    torch.testing.assert_close(made(x, x, 0)[0], torch.stack([x[0, 0], x[0, 0] + x[0, 1]]))
 
 
 def test_a_saved_head_names_only_what_is_not_usual() -> None:

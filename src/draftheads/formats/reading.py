@@ -14,7 +14,14 @@ import torch
 from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.mixed import node_values
-from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.errors import (
+    CheckpointCorrupt,
+    DraftHeadsError,
+    InvalidSettings,
+    ModelNotFound,
+    StorageError,
+    UnsupportedModel,
+)
 from draftheads.formats import dflash, dflash2, eagle, gguf, llama, medusa, mlp_speculator, mtp
 from draftheads.formats.layout import EMBEDDINGS, Format, Layout, Source
 from draftheads.models.file_checks import not_finite
@@ -80,6 +87,8 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
             raise ModelNotFound(f"{found}: they are of no known format, which are {NAMES}")  # noqa: TRY301
         layout = form.read(opened, base)
         tensors = layout.read(opened, base)
+    except InvalidSettings as error:
+        raise CheckpointCorrupt(f"{source} is no head that can be: {error}") from None
     except DraftHeadsError:
         raise
     except Exception as error:  # a file of others may be wrong in any way

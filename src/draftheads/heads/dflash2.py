@@ -69,7 +69,7 @@ class BlockConvolution(nn.Module):
         taps = self.base_kernel.shape[1]
         weights = self.kernel_projection(normed).view(*blocks.shape[:3], 2, taps, -1)[..., side, :, :]
         out = torch.zeros_like(blocks)
-        for tap in range(min(taps, self.rows)):
+        for tap in range(taps):
             of_rows = self.base_kernel[side, tap] + weights[..., tap, :].repeat_interleave(self.group, -1)
             out = out + of_rows * F.pad(blocks, (0, 0, tap, 0))[..., : self.rows, :]
         return out.flatten(1, 2)
