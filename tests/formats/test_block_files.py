@@ -223,7 +223,7 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         (own(target_layer_ids="01"), CheckpointCorrupt, "target_layer_ids is '01'; it must be a list of integers"),
         (own(target_layer_ids=[0.5, 1]), CheckpointCorrupt, r"is \[0.5, 1\]; it must be a list of integers"),
         (own(block_size=9), CheckpointCorrupt, "block_size is 4, and 9 in dflash_config: give one of them"),
-        ({"form": "zlab", "hidden_size": 64}, CheckpointCorrupt, "hidden_size is 64, and the tensors are those of 32"),
+        ({"form": "zlab", "hidden_size": 64}, CheckpointCorrupt, "hidden_size is 64, and that of tiny-llama is 32"),
         (
             {
                 "form": "zlab",

@@ -219,7 +219,7 @@ def test_load_takes_a_published_head_and_keeps_it(
     load(stored.model_id, head=folder, precision="fp32", tree="static:10")
     assert [(place / "model.safetensors").stat().st_mtime_ns for place in kept] == times
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "grounded_heads": "otherwise"}))
+    (folder / "config.json").write_text(json.dumps({**config, "topk": 9}))
     load(stored.model_id, head=folder, precision="fp32", tree="static:10")
     assert len(list((tmp_path / "cache" / "heads").iterdir())) == 3, "it is read anew"
 
@@ -412,6 +412,15 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("medusa v0.1", {"medusa_num_heads": 9}, {}, f"medusa_num_heads is 9, and they are of {HEADS}"),
         ("vllm-medusa", {"num_heads": 9}, {}, f"num_heads is 9, and they are of {HEADS}"),
         ("hydra", {"hydra_num_layers": 9}, {}, "hydra_num_layers is 9, and they are of "),
+        ("hydra++", {"hydra_head_arch": "mlp"}, {}, "hydra_head_arch is mlp, and the tensors are those of prefix-mlp"),
+        ("hydra", {"grounded_heads": False}, {}, "grounded_heads is False, and the tensors are those of True"),
+        ("vllm-medusa", {"truncated_vocab_size": 9}, {}, "truncated_vocab_size is 9, and the tensors are those of 10"),
+        ("vllm-medusa", {}, {"medusa_heads.blocks.1.layers.0.bias": None}, r"missing tensor .*blocks\.1\.layers\.0\.b"),
+        ("vllm-medusa", {}, {"medusa_heads.lm_heads.1.weight": None}, r"missing tensor medusa_heads\.lm_heads\.1\."),
+        ("vllm-medusa without biases", {"medusa_fc_bias": True}, {}, r"missing tensors .*layers\.0\.bias"),
+        ("eagle", {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2, and the tensors are those of 1"),
+        ("eagle", {"hidden_size": 64}, {}, "hidden_size is 64, and that of tiny-llama is 32: give the base model"),
+        ("eagle3 of another size", {"hidden_size": 64}, {}, "hidden_size is 64, and the tensors are those of 24"),
         ("eagle", {"hidden_act": "gelu"}, {}, "gelu"),
         ("eagle", {"partial_rotary_factor": 0.5, "rope_scaling": LLAMA3}, {}, "partial_rotary_factor is 0.5"),
         ("speculators", {"transformer_layer_config": {"rope_parameters": PART}}, {}, "partial_rotary_factor is 0.5"),
@@ -432,7 +441,7 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("eagle3", {"layer_types": ["sliding_attention"]}, {}, "sliding_window None: give one type"),
         ("eagle3", {"layer_types": ["chunked_attention"]}, {}, "layer_types has chunked_attention; only full_att"),
         ("eagle3 with a window", {"use_sliding_window": False}, {}, "use_sliding_window is false, and layer_types"),
-        ("eagle3", {"hidden_size": 64}, {}, "hidden_size is 64, and the tensors are those of 32"),
+        ("eagle3", {"hidden_size": 64}, {}, "hidden_size is 64, and that of tiny-llama is 32"),
         ("speculators", {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2, and the tensors are those of 1"),
         ("eagle3", {"use_last_layernorm": False}, {}, "use_last_layernorm is False, and such heads cannot be read"),
         ("eagle", {"rope_scaling": {"rope_type": "su", "factor": 4.0}}, {}, "rope_type is 'su'; only default, dyn"),

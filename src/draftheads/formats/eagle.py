@@ -93,6 +93,7 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, [*LAYER_KEYS, *(() if layer is source.config else _OF_SPECULATORS)], source.config)
     check_keys(source, LAYER_KEYS, {} if layer is source.config else layer, "transformer_layer_config.")
     sizes = layer_options(source, base, layer, base.hidden_size, prefix)
+    _compare(layer, {"num_hidden_layers": 1}, source, base)
     config = EagleConfig(**sizes, fusion_bias=f"{fc}bias" in source.shapes, num_heads=_depth(source) or _DEPTH)
     copies = {_EMBEDDING: "embedding", "lm_head.weight": "lm_head"}
     return Layout("an EAGLE head", config, eagle_names(config, fc, prefix), copies=copies, unused=_unused(source))

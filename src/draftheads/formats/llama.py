@@ -52,7 +52,8 @@ def layer_options(
     reasons[f"rope_type is {kind!r}; only {', '.join(sorted(known))} can be read"] = kind not in known
     refuse(reasons, UnsupportedModel, f"{source.path}: ")
     if (told := given.get("hidden_size")) not in (None, size):
-        raise source.wrong(f"hidden_size is {told}, and the tensors are those of {size}")
+        of = "the tensors are those of" if size != base.hidden_size else f"that of {base.model_id} is"
+        raise source.wrong(f"hidden_size is {told}, and {of} {size}: give the base model that the head was trained for")
     if len(thetas := {given.get("rope_theta"), rope.get("rope_theta")} - {None}) > 1:
         raise source.wrong(f"rope_theta is {' and '.join(map(str, thetas))}: give one of them")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}

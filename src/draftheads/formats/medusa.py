@@ -90,7 +90,7 @@ def _names(config: MedusaConfig, block: str, lm_head: str) -> dict[str, str]:
 
 
 def vllm_layout(source: Source, base: TargetModel) -> Layout:
-    """Biases may be missing: they are zero. lm_heads of the whole vocabulary are cut to the draft tokens."""
+    """All biases may be missing: they are zero. lm_heads of the whole vocabulary are cut to the draft tokens."""
     shapes = source.shapes
     prefix = _OF_VLLM if any(name.startswith(_OF_VLLM) for name in shapes) else ""
     heads, layers = _counts(source, _VLLM_BLOCKS)
@@ -98,14 +98,18 @@ def vllm_layout(source: Source, base: TargetModel) -> Layout:
     tokens = prefix + "token_map"
     count = shapes[tokens][0] if tokens in shapes else None
     config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own", draft_vocab_size=count)
+    if (said := source.number("truncated_vocab_size")) and count not in (None, said):
+        raise source.wrong(f"truncated_vocab_size is {said}, and the tensors are those of {count}")
+    has_bias = bool(source.config.get("medusa_fc_bias")) or any(name.endswith(".bias") for name in shapes)
+    are_one = sum(name.startswith(f"{prefix}lm_heads.") for name in shapes) == 1
     names: dict[str, str | Made] = {}
     for ours, theirs in vllm_names(config).items():
         name = prefix + theirs
-        if theirs.endswith(".bias") and name not in shapes:
+        if theirs.endswith(".bias") and not has_bias:
             names[ours] = Made((name.removesuffix("bias") + "weight",), lambda weight: weight.new_zeros(len(weight)))
         elif theirs.startswith("lm_heads."):
             one = prefix + "lm_head.weight"
-            name = name if name in shapes else one if one in shapes else f"{prefix}lm_heads.0.weight"
+            name = f"{prefix}lm_heads.0.weight" if are_one else one if one in shapes else name
             is_whole = count is not None and shapes.get(name, (count,))[0] != count
             names[ours] = Made((name, tokens), lambda weight, ids: weight[ids.long()]) if is_whole else name
         elif theirs == "token_map":
@@ -180,6 +184,9 @@ def hydra_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, _KEYS, source.config)
     has_prefix = any(name.startswith(_PREFIX) for name in shapes)
     is_grounded = any(".res_connection." in name for name in shapes)
+    for key, found in {"hydra_head_arch": "prefix-mlp" if has_prefix else "mlp", "grounded_heads": is_grounded}.items():
+        if (said := source.config.get(key)) not in (None, found):
+            raise source.wrong(f"{key} is {said}, and the tensors are those of {found}")
     heads, layers = _counts(source, _HYDRA_BLOCKS)
     given: dict[str, Any] = {**sizes_of(base), "num_heads": heads, "num_layers": layers, "lm_head": "own"}
     config: HeadConfig
