@@ -281,6 +281,11 @@ def test_special_tokens_are_the_same_by_name_or_role_and_others_are_text() -> No
     text.add([mark, *ids_of(user, "the"), eos])
     assert text.ids == [bos, *ids_of(spaced, "<|user|>the"), end]
 
+    ends = copy.deepcopy(user)
+    ends.bos_token = ends.eos_token  # as GPT-2's; texts do not begin with it
+    both = Vocabularies(model_of("llama", ends), model_of("llama", spaced))
+    assert (both.target_of[eos], both.direct) == (end, {end: eos}), "it is drafted as the end, not as the beginning"
+
     both = Vocabularies(model_of("llama", spaced), model_of("llama", byte_level(310, "<eos>", "<s>")))
     assert both.direct == {1: bos, 0: end}
     text = TranslatedText(both)
@@ -314,7 +319,8 @@ def test_what_is_shared_is_said_at_loading(caplog: pytest.LogCaptureFixture, tmp
         engine = draftheads.load(folders[0], draft_model=folders[1], precision="fp32")
     (said,) = [each for each in caplog.messages if "another tokenizer" in each]
     assert (
-        f"{folders[1]} has another tokenizer than {folders[0]}: it can draft 71.4% of the target's 420 tokens" in said
+        f"{folders[1]} has another tokenizer than {folders[0]}: it can draft 300 of the target's 420 tokens (71.4%)"
+        in said
     )
     plain = draftheads.load(folders[0], precision="fp32")
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
@@ -323,7 +329,7 @@ def test_what_is_shared_is_said_at_loading(caplog: pytest.LogCaptureFixture, tmp
 
 def test_few_shared_tokens_warn_and_none_are_an_error() -> None:
     target, draft = model_of("llama", TOKENIZERS["large"]), model_of("llama", letters_tokenizer("abc"))
-    said = r"llama of 7 tokens has another tokenizer than llama of 420 tokens: it can draft 1\.0% of the target's 420"
+    said = r"7 tokens has another tokenizer than .* 420 tokens: it can draft 4 of the target's 420 tokens \(1\.0%\)"
     with pytest.warns(SpeedWarning, match=said):
         DraftModel(draft, target)
     snow = Tokenizer(models.WordLevel({"<unk>": 0, "☃☃": 1}, unk_token="<unk>"))

@@ -79,7 +79,7 @@ class DraftModel(Drafter):
             self.vocabularies = Vocabularies(model, target)
             self.vocab_size = self.vocabularies.shared.shape[1]
             share, count = self.vocabularies.coverage, counted(len(self.vocabularies.target.bytes), "token")
-            words = f"{differs}: it can draft {share:.1%} of the target's {count}"
+            words = f"{differs}: it can draft {self.vocab_size:,} of the target's {count} ({share:.1%})"
             if share < _FEW:
                 little = f"{words}: trees will draft little, chains (the default) more"
                 warnings.warn(little, SpeedWarning, stacklevel=2)

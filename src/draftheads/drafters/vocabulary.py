@@ -89,7 +89,8 @@ class Vocabularies:
                 f"no token of the draft model {draft.model_id} has the text of a token of {target.model_id}; take a "
                 "draft model of the same family"
             )
-        for own, other in ((ours.bos, theirs.bos), (ours.eos, theirs.eos)):
+        # the end first: where one token of the draft model begins and ends texts, it is drafted as the target's end
+        for own, other in ((ours.eos, theirs.eos), (ours.bos, theirs.bos)):
             if own is not None and other is not None and own not in pairs.values():
                 pairs.setdefault(other, own)
         self.start = ids_around(ours.tokenizer)[0]  # of each text of the draft model
