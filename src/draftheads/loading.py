@@ -179,10 +179,20 @@ def load(
         is_named = isinstance(draft_model, str | PathLike)
         more = {"device": target.device, **of_names} if is_named else {"tokenizer": target.tokenizer}
         draft = DraftModel(load_target(draft_model, **how, **more), target)
-        shape = None if isinstance(drafting.shape, ByProfile) else drafting.shape
-        sources = sources_of(target, drafting)
-        return Engine(target, Mixed(draft, sources) if sources else draft, shape=shape, max_batch_size=max_batch_size)
+        return with_draft_model(draft, target, drafting, max_batch_size=max_batch_size)
     return engine_on(target, drafts, drafting, max_batch_size=max_batch_size, fast=fast)
+
+
+def with_draft_model(draft: DraftModel, target: TargetModel, drafting: Drafting, *, max_batch_size: int) -> Engine:
+    """The engine of :func:`load` with a draft model, and with the copies and the tree of ``drafting``.
+
+    Raises:
+        InvalidSettings: the corpus cannot be read.
+        InvalidTree: the tree has ranks that the draft model cannot fill.
+    """
+    shape = None if isinstance(drafting.shape, ByProfile) else drafting.shape
+    sources = sources_of(target, drafting)
+    return Engine(target, Mixed(draft, sources) if sources else draft, shape=shape, max_batch_size=max_batch_size)
 
 
 def resolve(

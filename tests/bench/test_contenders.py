@@ -13,7 +13,7 @@ from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target, resolve
 from draftheads.models.model import TargetModel
-from draftheads.speculation.shapes import UNTRAINED_HEADS
+from draftheads.speculation.shapes import UNTRAINED_HEADS, Drafting
 from families import TREES, tiny_head, tiny_profile
 
 
@@ -76,3 +76,16 @@ def test_drafters_come_with_the_engine_that_users_have(
     assert (alone.profile, alone.drafter) == (profile, hydra.drafter), "the head, without copies"
     assert isinstance(getattr(lookup.as_loaded(True), "drafter", None), Mixed)
     assert broken.as_loaded(True) is None, "such a head is compared, but cannot be loaded"
+
+
+def test_a_draft_model_comes_with_copies_as_users_have_it(world: Path, target: TargetModel, tmp_path: Path):
+    (tmp_path / "texts.txt").write_text("abcabc", encoding="utf-8")
+    drafting = Drafting(draft_model=str(world / "model"), corpus=str(tmp_path / "texts.txt"))
+    (found,) = load_contenders({}, target, drafting=drafting, precision="fp32")
+    usual, alone = found.as_loaded(True), found.as_loaded(False)
+    assert usual is not None
+    assert alone is not None
+    assert found.as_loaded(True) is usual, "the corpus is read once"
+    assert isinstance(usual.drafter, Mixed)
+    assert (usual.drafter.drafter, len(usual.drafter.sources)) == (found.drafter, 2)
+    assert alone.drafter is found.drafter

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import LOOKUP_TOKENS, Mixed
 from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
 from draftheads.heads.base import DraftHead
-from draftheads.loading import engine_on, load_drafter, load_target
+from draftheads.loading import engine_on, load_drafter, load_target, with_draft_model
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
 from draftheads.search.replay import Replay, own_answers
@@ -122,12 +122,17 @@ def load_contenders(
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
         drafter = DraftModel(small, target)
-        usual = Engine(target, drafter, max_batch_size=1)
-        yield Contender(DRAFT_MODEL, drafter, identity, count, as_loaded=partial(_same, usual), draws=True)
+        as_loaded = cache(partial(_with_draft_model, target, drafter, drafting))
+        yield Contender(DRAFT_MODEL, drafter, identity, count, as_loaded=as_loaded, draws=True)
 
 
 def _same(engine: Engine, _copy: bool) -> Engine:  # noqa: FBT001
     return engine
+
+
+def _with_draft_model(target: TargetModel, drafter: DraftModel, drafting: Drafting, copy: bool) -> Engine:  # noqa: FBT001
+    drafting = replace(drafting, copy=copy, corpus=drafting.corpus if copy else None)
+    return with_draft_model(drafter, target, drafting, max_batch_size=1)
 
 
 def _as_loaded(
