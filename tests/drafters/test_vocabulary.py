@@ -293,6 +293,15 @@ def test_special_tokens_are_the_same_by_name_or_role_and_others_are_text() -> No
     assert text.ids == [bos, *ids_of(spaced, "the"), bos], "a text begins once"
 
 
+def test_a_text_token_with_the_name_of_a_special_one_is_not_the_same() -> None:
+    special, text = byte_level(300, "</s>", "the"), TOKENIZERS["large"]
+    (word,), mark = ids_of(text, "the"), special.convert_tokens_to_ids("the")
+    for draft, target in ((special, text), (text, special)):
+        both = Vocabularies(model_of("llama", draft), model_of("llama", target))
+        ours, theirs = (mark, word) if draft is special else (word, mark)
+        assert (ours, theirs) not in zip(*both.shared.tolist(), strict=True)
+
+
 def test_a_chain_is_spelt_in_the_targets_tokens() -> None:
     target, draft = TOKENIZERS["large"], TOKENIZERS["bytes"]
     both = Vocabularies(model_of("llama", draft), model_of("llama", target))
