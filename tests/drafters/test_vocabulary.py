@@ -181,9 +181,11 @@ def test_drafting_after_steps_is_drafting_from_scratch(
         assert isinstance(session, DraftModelSession)
         assert isinstance(fresh, DraftModelSession)
         before = [list(text.ids) for text in session._texts]
-        drafts = session.propose(context_of(new), shape)
-        again = fresh.propose(context_of([text[:end] for text, end in zip(whole, ends, strict=True)]), shape)
-        assert torch.equal(drafts.token_ids, again.token_ids)
+        drafts = fresh.propose(context_of([text[:end] for text, end in zip(whole, ends, strict=True)]), shape)
+        if step in (4, 10):  # copies are drafted in its place
+            session.observe(context_of(new))
+        else:
+            assert torch.equal(session.propose(context_of(new), shape).token_ids, drafts.token_ids)
         texts = [text.ids for text in session._texts]
         assert texts == [text.ids for text in fresh._texts]
         assert [row.length for row in session._rows] == [len(ids) - 1 for ids in texts]
@@ -208,6 +210,14 @@ def test_drafting_after_steps_is_drafting_from_scratch(
         new = [text[end - 1 : end + count] for text, end, count in zip(whole, ends, more, strict=True)]
         ends = [end + count for end, count in zip(ends, more, strict=True)]
     assert (num_cut > 0) == (drafted == "large"), "longer tokens replace those of half a word"
+
+
+def test_where_tokens_are_biased_chains_are_of_shared_tokens_and_follow_the_bias() -> None:
+    target = model_of("llama", TOKENIZERS["bytes"])
+    engine = Engine(target, DraftModel(model_of("gpt2", TOKENIZERS["large"]), target), shape=Tree.chain(4))
+    settings = SamplingSettings(max_new_tokens=21, logit_bias={7: 100.0}, ignore_eos=True)
+    for result in engine.generate(prompts_of(target.tokenizer), settings):
+        assert (result.token_ids, result.num_steps) == ((7,) * 21, 4)
 
 
 @pytest.mark.parametrize("drafted", ["small", "large"])
@@ -300,6 +310,22 @@ def test_a_text_token_with_the_name_of_a_special_one_is_not_the_same() -> None:
         both = Vocabularies(model_of("llama", draft), model_of("llama", target))
         ours, theirs = (mark, word) if draft is special else (word, mark)
         assert (ours, theirs) not in zip(*both.shared.tolist(), strict=True)
+
+
+def test_tokens_that_a_model_has_no_logits_of_are_not_shared() -> None:
+    added = copy.deepcopy(TOKENIZERS["small"]), copy.deepcopy(TOKENIZERS["large"])
+    for tokenizer in added:
+        tokenizer.add_tokens(["<a>", "<b>"])
+    whole = [model_of("llama", tokenizer) for tokenizer in added]
+    cut = [model_of("llama", TOKENIZERS[name]) for name in ("small", "large")]
+    cut = [replace(model, tokenizer=tokenizer) for model, tokenizer in zip(cut, added, strict=True)]
+    count = Vocabularies(*whole).shared.shape[1]
+    for draft, target in ((cut[0], whole[1]), (whole[0], cut[1])):
+        both = Vocabularies(draft, target)
+        assert both.shared.shape[1] == count - 2
+        assert both.coverage == (count - 2) / target.vocab_size
+        assert int(both.shared[0].max()) < draft.vocab_size
+        assert int(both.shared[1].max()) < target.vocab_size
 
 
 def test_a_chain_is_spelt_in_the_targets_tokens() -> None:
