@@ -54,10 +54,11 @@ class DraftModel(Drafter):
     the target's tokens: see :mod:`draftheads.drafters.vocabulary`.
 
     Raises:
-        InvalidSettings: another tokenizer, and no token is shared, or layers have states.
+        InvalidSettings: another tokenizer, and no token is shared, the bytes of tokens are not known, or layers have
+            states.
 
     Warns:
-        SpeedWarning: few of the target's tokens are shared.
+        SpeedWarning: less than 2 % of the target's tokens are shared.
     """
 
     needs_history = True
@@ -88,12 +89,12 @@ class DraftModel(Drafter):
 
     @property
     def bytes_per_slot(self) -> int:
-        """Memory of the keys and values of one token of the target."""
+        """Bytes of the keys and values of one token of the target, in typical text."""
         ratio = 1.0 if self.vocabularies is None else max(1.0, self.vocabularies.ratio)
         return ceil(bytes_per_slot(self.model) * ratio)
 
     def bytes_of_rows(self, num_rows: int) -> int:
-        """Memory of the states of recurrent layers."""
+        """Bytes of the states of recurrent layers."""
         return bytes_of_states(self.model, num_rows)
 
     @property
@@ -105,7 +106,7 @@ class DraftModel(Drafter):
         return DraftModelSession(self)
 
     def check_shape(self, shape: Shape) -> None:
-        """Can it fill the shape?"""
+        """Raises :class:`InvalidTree` if the shape has a rank beyond the tokens that it can draft."""
         check_ranks(shape, self.vocab_size)
 
 

@@ -105,7 +105,13 @@ class Vocabularies:
         self.ratio = ours.num_typical / theirs.num_typical
 
     def respelt(self, draft: Draft, root_ids: Tensor, num_nodes: int) -> Draft:
-        """A chain of the draft model's tokens as a chain of the target's, of so many nodes; some only fill up a row."""
+        """A chain of the draft model's tokens as a chain of the target's that has the same text (SLEM).
+
+        Args:
+            draft: B chains of the draft model's tokens; their roots are not read.
+            root_ids: (B,) the target's tokens at the roots.
+            num_nodes: of each row, the root included. Longer texts are cut; nodes of shorter ones fill up the row.
+        """
         rows = [self._respelt(ids[1:])[: num_nodes - 1] for ids in draft.token_ids.tolist()]
         chains = [
             [root, *ids, *[0] * (num_nodes - 1 - len(ids))] for root, ids in zip(root_ids.tolist(), rows, strict=True)
@@ -115,7 +121,7 @@ class Vocabularies:
         return Draft.on_tree(Tree.chain(num_nodes - 1), torch.tensor(chains).to(root_ids.device)).filled_up(filling)
 
     def chain_length(self, num_tokens: int) -> int:
-        """Tokens of the draft model that have the text of so many of the target, about."""
+        """About how many tokens of the draft model have the text of so many tokens of the target, rounded up."""
         return ceil(num_tokens * self.ratio)
 
     def _respelt(self, ids: Sequence[int]) -> list[int]:
@@ -134,7 +140,11 @@ class Vocabularies:
 
 
 class TranslatedText:
-    """The text of one row in the draft model's tokens."""
+    """The text of one row in the draft model's tokens.
+
+    Attributes:
+        ids: the tokens so far, the last ones of which may change.
+    """
 
     def __init__(self, vocabularies: Vocabularies) -> None:
         self._of = vocabularies
@@ -181,13 +191,13 @@ class TranslatedText:
 
 
 class SharedPredictor(Predictor):
-    """A predictor of the draft model's tokens, for the tokens of the target that are shared."""
+    """A predictor of the draft model's tokens, for the V' tokens of the target that are shared (TLI)."""
 
     def __init__(self, predictor: Predictor, vocabularies: Vocabularies) -> None:
         self.predictor, self.vocabularies = predictor, vocabularies
 
     def predict(self, state: Any, depth: int) -> Tensor:
-        """(B, W, V')."""
+        """Logits of the shared tokens, (B, W, V')."""
         return self.predictor.predict(state, depth)[..., self.vocabularies.shared[0]]
 
     def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:

@@ -57,7 +57,7 @@ class PEagleHead(AllAtOnceHead, FusedHead):
 
     @property
     def place_shares(self) -> Sequence[float]:
-        """COD sampling: each depth is trained behind some of the places of the depth above."""
+        """Of the K heads (COD sampling): each depth is trained behind some of the places of the depth above."""
         return [max(_KEPT**depth, _LEAST_KEPT) for depth in range(self.config.num_heads)]
 
     @torch.no_grad()
