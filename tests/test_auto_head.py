@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,18 @@ def test_a_head_in_the_model_s_folder_comes_first(
     assert said(caplog).startswith("head auto takes model/head (medusa, in the model's folder); also found: hydra (ins")
     text = info(capsys, "model")
     assert text.index("model/head (medusa") < text.index("hydra (installed")
+
+
+def test_of_many_heads_three_are_named(
+    here: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "abcdef":
+        shutil.copytree(here / "medusa", here / "model" / name)
+    draftheads.load("model", "auto", tree="static:6", **FP32)
+    assert re.search(
+        r"takes model/a .*found: model/b .*model/d .* and 2 more \(`draftheads info model`\)", said(caplog)
+    )
+    assert "model/f" in info(capsys, "model")
 
 
 def test_installed_heads_come_before_cached_ones(here: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,6 +60,8 @@ from draftheads.utils.messages import short, split_variables, with_variables
 # what the model computes in; int8 and int4 multiply integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, **dict.fromkeys(ROUNDED_BITS, torch.float32)}
 
+_MOST_NAMED = 3  # heads that were found and not taken
+
 logger = logging.getLogger("draftheads")
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
@@ -316,8 +318,9 @@ def find_drafts(drafting: Drafting, model: str) -> ResolvedHead | str | Path | N
         except DraftHeadsError as error:
             notes.append(f"{head.name} cannot be used: {error}")
             continue
-        others = ", ".join(map(str, found[place + 1 :]))
-        also = f"also found: {others}" if others else "nothing else was found"
+        others, more = found[place + 1 :], len(found) - place - 1 - _MOST_NAMED
+        also = f"also found: {', '.join(map(str, others[:_MOST_NAMED]))}" if others else "nothing else was found"
+        also += f" and {more} more (`draftheads info {model}`)" if more > 0 else ""
         logger.info("head auto takes %s", "; ".join([str(head), also, *notes]))
         return drafts
     untrained, words = _untrained(drafting)
