@@ -188,7 +188,7 @@ def test_a_new_head_starts_as_a_linear_one(options: dict[str, Any]) -> None:
         ({"ptd_token_id": None}, {}, CheckpointCorrupt, "mask's token is missing: give one number as mask_token_id or"),
         ({"mask_token_id": 5}, {}, CheckpointCorrupt, r"is \{'mask_token_id': 5, 'ptd_token_id': 6\}: give one number"),
         ({"ptd_token_id": "6"}, {}, CheckpointCorrupt, r"is \{'ptd_token_id': '6'\}: give one number"),
-        ({"pard_token": 24, "ptd_token_id": 24}, {}, InvalidSettings, "mask_token_id is 24; it must lie in 0 … "),
+        ({"pard_token": 24, "ptd_token_id": 24}, {}, CheckpointCorrupt, "mask_token_id is 24; it must lie in 0 … "),
         ({"parallel_drafting": False}, {}, CheckpointCorrupt, "parallel_drafting is false, and the tensor mask_hidden"),
         ({"num_depths": 0}, {}, CheckpointCorrupt, "num_depths is 0; it must lie in 1 … 32"),
         ({"num_hidden_layers": 2}, {}, CheckpointCorrupt, r"surplus tensors? layers\.2\."),
