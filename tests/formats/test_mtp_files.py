@@ -14,7 +14,7 @@ import draftheads
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, UnsupportedModel
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, UnsupportedModel
 from draftheads.formats.reading import convert, is_published
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
@@ -276,7 +276,7 @@ def test_a_family_whose_configuration_extends_another_has_the_settings_of_both()
 
 def test_a_family_that_is_not_known(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
-    with pytest.raises(InvalidSettings, match=r"layer of the model's own class; mixtral is none of .*qwen3_next"):
+    with pytest.raises(CheckpointCorrupt, match=r"layer of the model's own class; mixtral is none of .*qwen3_next"):
         convert(write(tmp_path / "model", random_layer("mimo")), tmp_path / "out", base=model)
 
 

@@ -113,7 +113,7 @@ class PEagleHead(AllAtOnceHead, FusedHead):
 
     def mask(self, like: Tensor) -> Tensor:
         """What the first layer reads in a row of the mask, (1, 2·M)."""
-        token_ids = torch.tensor([self.mask_token_id], device=like.device)
+        token_ids = torch.full((1,), self.mask_token_id, device=like.device)
         return self.inputs(token_ids, self.states(self.mask_hidden[None]))
 
     def masks(self, starts: Tensor, count: int, seen: Sequence[KeysValues], places: Sequence[Tensor]) -> Tensor:
