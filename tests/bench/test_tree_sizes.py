@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from draftheads.bench import tree_sizes
+from draftheads.bench.rounds import Bench
 from draftheads.bench.table import Row
 from draftheads.bench.timing import PLAIN
 from draftheads.bench.tree_sizes import COLUMNS, Synthetic, fastest_tree, forecast, synthetic_engine, time_trees
@@ -112,6 +113,32 @@ def test_costs_are_those_of_static_trees_and_of_texts_as_long_as_these(
     rows, _ = time_trees(engine, (1,), prompts, folder=tmp_path, progress=NoProgress())
     assert (asked[-1].length, asked[-1].grows) == (9 + 32, False)
     assert rows[1][0].number("predicted_tokens_per_second") == pytest.approx(1e3 / COSTS.passes([1])[0])
+
+
+def test_costs_are_measured_before_and_after_and_the_mean_of_both_predictions_counts(
+    model: TargetModel, head: DraftHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A machine that is twice as slow at the end."""
+    slower = by_hand([("verify", 1, 1, 20.0), ("verify", 1, 2, 80.0), ("static", 1, 1, 10.0), ("static", 1, 2, 20.0)])
+    events: list[str] = []
+
+    def next_costs(*_: Any, **__: Any) -> StepCosts:
+        events.append("costs")
+        return COSTS if len(events) == 1 else slower
+
+    def run(bench: Bench) -> Iterator[Row]:
+        events.append("answers")
+        yield from timed(bench)
+
+    timed = Bench.run
+    monkeypatch.setattr(tree_sizes, "measure_costs", next_costs)
+    monkeypatch.setattr(Bench, "run", run)
+    (rows,) = measured(model, head, tmp_path, 1).values()
+    assert events == ["costs", "answers", "costs"]
+    assert rows[0].number("predicted_tokens_per_second") == pytest.approx((100 + 50) / 2)
+    assert rows[1].number("predicted_tokens_per_second") == pytest.approx(
+        1.5 * 1e3 * PROFILE.static_tokens[1] / (40 + 5) / 2
+    )
 
 
 def test_the_fastest_tree_is_the_fastest_measured_one(model: TargetModel, head: DraftHead, tmp_path: Path, clock: Any):

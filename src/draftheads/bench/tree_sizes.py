@@ -12,6 +12,7 @@ from itertools import count, cycle, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,8 @@ def time_trees(
 ) -> tuple[dict[int, list[Row]], list[dict[str, Any]]]:
     """The head decodes with nested trees of up to 11 sizes, without copies, in turn with plain decoding.
 
-    Speeds are predicted by costs that are measured just before, with texts as long as the answers are halfway.
+    Speeds are predicted by costs that are measured just before and just after, since machines change their speed within
+    minutes; with texts as long as the answers are halfway. The mean of both predictions counts.
 
     Args:
         engine: the model with the head and its profile, as :func:`draftheads.search.tune.tune_head` returns it.
@@ -95,13 +97,17 @@ def time_trees(
     bench = Bench(target, [head], asked, [], settings, folder=folder / identity, progress=progress)
     bench.trees.profile = profile
     length = round(statistics.median(map(len, asked))) + _NEW_TOKENS // 2
-    costs = measure_costs(target, own, timer=StepTimer(target, own, length, grows=False))
-    planner = Planner(profile, costs)
-    way = max((way for way in planner.ways if way.kind == "static"), key=lambda way: way.depth)
+
+    def planner() -> Planner:
+        return Planner(profile, measure_costs(target, own, timer=StepTimer(target, own, length, grows=False)))
+
+    before, rows = planner(), [*bench.run()]
+    planners = (before, planner())
+    way = max((way for way in before.ways if way.kind == "static"), key=lambda way: way.depth)
     batches = {}
-    for size, rows in groupby(bench.run(), key=lambda row: int(row.settings["batch_size"])):
-        (by_nodes,) = rates([way], size, *planner.costs_now(size))
-        batches[size] = [_with_predicted(row, profile.static_tokens, 1e3 * by_nodes) for row in rows]
+    for size, of_size in groupby(rows, key=lambda row: int(row.settings["batch_size"])):
+        speeds = 1e3 * np.mean([rates([way], size, *each.costs_now(size))[0] for each in planners], 0)
+        batches[size] = [_with_predicted(row, profile.static_tokens, speeds) for row in of_size]
     for path in bench.saved:
         path.unlink(missing_ok=True)
     return batches, bench.problems
