@@ -6,7 +6,7 @@ PROMPTS has lines with ``prompt`` and ``source``; TEXTS has public-domain texts 
 chunk N has the same questions on each machine. Two of five questions get a follow-up. Passages of TEXTS are to be
 summarised, translated, continued and answered from. In some conversations of a chunk the model asks itself.
 Answers are in int8 (``--precision``): half of them greedy, the others at temperatures 0.3, 0.7 and 1.0.
-A chunk that is there is kept; one that was interrupted goes on where it stopped.
+A chunk that is there is kept; one that was interrupted goes on where it stopped. research/text has those made so far.
 """
 
 import gzip
