@@ -38,7 +38,7 @@ class Options(Measured):
     engine: Literal["vllm", "openvino", "llama-server"] = "vllm"
     """The other engine. llama-server is a program of llama.cpp that you built."""
     heads: tuple[str, ...] = ()
-    """Heads for smollm2-135m. By default medusa and hydra for vllm, eagle3 for openvino, dflash for llama-server."""
+    """Heads for smollm2-135m. By default medusa and hydra for vllm, eagle3 for openvino, dspark for llama-server."""
     chain: int | None = None
     """Draft tokens of a step; by default as many as the head can."""
     precision: str = "fp32"
@@ -114,7 +114,7 @@ def first_gap(target: TargetModel, prompt: Ids, given: tuple[int, ...], expected
 
 def main(options: Options) -> None:
     """Measure, and print the table."""
-    named = options.heads or {"vllm": ("medusa", "hydra"), "openvino": ("eagle3",)}.get(options.engine, ("dflash",))
+    named = options.heads or {"vllm": ("medusa", "hydra"), "openvino": ("eagle3",)}.get(options.engine, ("dspark",))
     prompts = encoded(spread(prompts_in(options.prompts), options.limit), real_model())
     precision = "int8" if options.engine == "openvino" else options.precision
     ours = {"name": SMOLLM2_135M, "precision": precision, "max_batch_size": max(options.batch_sizes)}

@@ -45,10 +45,9 @@ HEADS: Mapping[str, str] = {
     "eagle": "--num-heads 3 --loss eagle",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
-    "dflash": "--num-heads 4 --num-layers 1",  # the data package would be too large with two
     "dspark": "--num-heads 4 --num-layers 2 --head-options gated=false markov_rank=64",  # llama.cpp knows no gate
 }
-READ_LAYERS = ("eagle3", "dflash", "dspark")  # of the target, beside the last hidden states
+READ_LAYERS = ("eagle3", "dspark")  # of the target, beside the last hidden states
 _SECTION = "## Side by side with others"
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 165e6
 _NOT_SHOWN = frozenset(  # paths on this machine, and options that do not change the head

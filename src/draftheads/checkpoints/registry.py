@@ -49,7 +49,7 @@ DATA_PACKAGE = "draftheads-zoo"
 DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
 DATA_PACKAGE_HEADS = (
-    *("amphista", "dflash", "dspark", "eagle", "eagle3"),
+    *("amphista", "dspark", "eagle", "eagle3"),
     *("hydra++", "markov-medusa", "mlp-speculator", "small-llama"),
 )
 
