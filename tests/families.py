@@ -196,7 +196,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def fitting(method: str, **options: Any) -> dict[str, Any]:
     """The options as far as the method has them: one layer where there can be one."""
-    if method in ("eagle", "eagle3", "mlp-speculator", "mtp"):
+    if method in ("eagle3", "mlp-speculator", "mtp"):
         options.pop("num_layers", None)
     return options
 

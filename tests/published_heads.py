@@ -229,20 +229,22 @@ def accelerator(
     return Published("mlp-speculator", stored, about, logits, back="mlp-speculator")
 
 
-def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = False, scaling: bool = False) -> Published:
-    """Version 1: a layer of Llama's kind without its first norm."""
+def eagle(
+    target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = False, scaling: bool = False, num_layers: int = 1
+) -> Published:
+    """Version 1: layers of Llama's kind, the first without its first norm."""
     size = target.hidden_size
     rope = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if scaling else {}
     config = LlamaConfig(**{**SIZES, **rope}, attention_bias=qkv_bias, attn_implementation="eager")  # type: ignore[arg-type, call-arg]
-    layer = LlamaDecoderLayer(config, 0).eval()
-    layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
-    if qkv_bias:
+    layers: Any = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(num_layers)).eval()
+    layers[0].input_layernorm = nn.Identity()
+    for layer in layers if qkv_bias else ():
         layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, size, bias=False)
     fc = nn.Linear(2 * size, size, bias=fusion_bias)
-    for parameter in [*layer.parameters(), *fc.parameters()]:
+    for parameter in [*layers.parameters(), *fc.parameters()]:
         parameter.data = numbers(*parameter.shape)
     rotary = LlamaRotaryEmbedding(config)
-    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors = {f"layers.{name}": tensor for name, tensor in layers.state_dict().items()}
     tensors |= {f"fc.{name}": tensor for name, tensor in fc.state_dict().items()}
     tensors["embed_tokens.weight"] = target.weights.embedding.detach().float().clone()
     embedding, lm_head = tensors["embed_tokens.weight"], target.weights.lm_head.detach().float()
@@ -251,12 +253,14 @@ def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = Fal
         x = fc(torch.cat([embedded, states], -1))[None]
         mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
         turns = rotary(x, torch.arange(len(states))[None])
-        return layer(x, attention_mask=mask, position_embeddings=turns)[0, -1]  # type: ignore[no-any-return]
+        for layer in layers:
+            x = layer(x, attention_mask=mask, position_embeddings=turns)
+        return x[0, -1]
 
     def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
         return unrolled(hidden, ids, embedding, last, lambda state: F.linear(state, lm_head))
 
-    about = {**SIZES, **rope, "model_type": "llama", "bias": fusion_bias}
+    about = {**SIZES, **rope, "model_type": "llama", "bias": fusion_bias, "num_hidden_layers": num_layers}
     return Published("eagle", tensors, about, logits, back="eagle-sglang")
 
 
@@ -488,6 +492,7 @@ CASES: dict[str, Make] = {
     "eagle": eagle,
     "eagle without a bias": lambda target: eagle(target, fusion_bias=False, scaling=True),
     "eagle of qwen2": lambda target: eagle(target, qkv_bias=True),
+    "eagle of two layers": lambda target: eagle(target, qkv_bias=True, num_layers=2),
     "hass of speculators": lambda target: _renamed(
         eagle(target),
         ("fc.", "fusion_fc."),

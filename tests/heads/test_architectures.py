@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "p-eagle, deep": {"num_layers": 3, "num_key_value_heads": 2, "draft_vocab_size": 12, "norm_heads": True},
     "p-eagle, one state": {"layers": [], "norm_before_residual": True, "mask_token_id": 5},
     "eagle, no bias": {"fusion_bias": False, "num_key_value_heads": 1},
+    "eagle, deep": {"num_layers": 2},
     "eagle, own": {"lm_head": "own"},
     "eagle, low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
     "markov-medusa, no gates": {"gated": False, "markov_rank": 3},
@@ -119,7 +120,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
         *[("amphista, no stage", "without room"), ("amphista, alpha", "in a row"), ("eagle", "in a row")],
         *[("eagle", "without room"), ("eagle", "single"), ("eagle3", "single"), ("eagle3, window", "in a row")],
-        *[("small-llama", "single"), ("small-llama, deep", "without room")],
+        *[("small-llama", "single"), ("small-llama, deep", "without room"), ("eagle, deep", "without room")],
     ),
 )
 def test_drafting_with_a_history_is_drafting_from_scratch(
@@ -174,7 +175,10 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
 
 @pytest.mark.parametrize(
     "name",
-    ["eagle", "eagle, no bias", "eagle3", "eagle3, 3.1", "small-llama", "small-llama, deep", "small-llama, low rank"],
+    [
+        *("eagle", "eagle, no bias", "eagle, deep", "eagle3", "eagle3, 3.1", "small-llama", "small-llama, deep"),
+        "small-llama, low rank",
+    ],
 )
 def test_a_head_drafts_deeper_than_it_was_trained_as_one_of_that_depth_does(name: str, model: TargetModel) -> None:
     head, deep = variant(name, model), variant(name, model, num_heads=6)
@@ -405,7 +409,7 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
         ("amphista", {"num_adaptation_layers": 3}, r"num_adaptation_layers is 3; choose 0, 1 or 2"),
         ("amphista", {"num_auto_embedding_blocks": -1}, r"num_auto_embedding_blocks is -1; give 0 for none"),
         ("amphista", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0; it must be above 0"),
-        ("eagle", {"num_layers": 2}, r"num_layers is 2; EAGLE has one layer"),
+        ("eagle3", {"num_layers": 2}, r"num_layers is 2; EAGLE-3 has one layer"),
         ("eagle", {"num_key_value_heads": 3}, r"num_attention_heads is 4; .* multiple of num_key_value_heads \(3\)"),
         ("eagle", {"head_size": 5}, r"head_size is 5; rotary positions need an even number"),
         ("hydra++", {"head_size": 0}, r"head_size is 0; it must be at least 1"),

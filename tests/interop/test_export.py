@@ -68,7 +68,7 @@ SCALED_PART = {**PART, "embedding_scale": 3.0}
         ("eagle3", {"lm_head": "low_rank", "lm_head_rank": 4, "draft_vocab_size": 10, "fc_norm": True}, None),
         ("eagle3", {"draft_vocab_size": None, "norm_output": True}, "speculators"),
         ("eagle", SCALED_PART, None),
-        ("eagle", {**SCALED_PART, "qkv_bias": True, "fusion_bias": False}, "eagle"),
+        ("eagle", {**SCALED_PART, "qkv_bias": True, "fusion_bias": False, "num_layers": 2}, "eagle"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the head has:UserWarning")  # options that some engines do not know
@@ -149,14 +149,16 @@ def exported(
 
 def test_the_layouts_of_eagle_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a bias of fc it is for SGLang, with a file of its draft tokens; without one for vLLM."""
-    out, config, commands, said = exported("eagle", {**PART, "qkv_bias": True}, [], tmp_path / "bias", capsys)
+    options = {**PART, "qkv_bias": True, "num_layers": 2}
+    out, config, commands, said = exported("eagle", options, [], tmp_path / "bias", capsys)
     assert "in the layout eagle-sglang" in said
     assert "not only" not in said, "the map keeps the draft tokens"
     assert f"--speculative-token-map {out / 'token_map.pt'}" in commands["SGLang"]
     tokens, known = torch.load(out / "token_map.pt", weights_only=True), load_file(out.parent / "head" / TENSORS_FILE)
     assert torch.equal(tokens, known["draft_vocab"])
-    behind = load_file(out / TENSORS_FILE)["layers.0.self_attn.o_proj.bias"]  # else engines make it of random memory
-    assert behind.tolist() == [0.0] * config["hidden_size"]
+    for layer in range(2):  # else engines make it of random memory
+        behind = load_file(out / TENSORS_FILE)[f"layers.{layer}.self_attn.o_proj.bias"]
+        assert behind.tolist() == [0.0] * config["hidden_size"]
     out, config, commands, said = exported("eagle", {**PART, "fusion_bias": False}, [], tmp_path / "none", capsys)
     assert "it predicts all tokens of the model, not only its 10 draft tokens" in said
     assert not (out / "token_map.pt").exists()

@@ -65,7 +65,7 @@ _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
 
 def is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """One layer that reads as many numbers as a hidden state has, and ``fc`` two vectors."""
+    """Layers that read as many numbers as a hidden state has, and ``fc`` two vectors."""
     pairs = ((shapes.get(f"{prefix}self_attn.q_proj.weight"), shapes.get(f"{fc}weight")) for fc, prefix in _EAGLE)
     return any(query and fused and fused[0] == query[1] and fused[1] == 2 * query[1] for query, fused in pairs)
 
@@ -93,8 +93,9 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, [*LAYER_KEYS, *(() if layer is source.config else _OF_SPECULATORS)], source.config)
     check_keys(source, LAYER_KEYS, {} if layer is source.config else layer, "transformer_layer_config.")
     sizes = layer_options(source, base, layer, base.hidden_size, prefix)
-    _compare(layer, {"num_hidden_layers": 1}, source, base)
-    config = EagleConfig(**sizes, fusion_bias=f"{fc}bias" in source.shapes, num_heads=_depth(source) or _DEPTH)
+    _compare(layer, {"num_hidden_layers": (count := _num_layers(source))}, source, base)
+    depth, has_bias = _depth(source) or _DEPTH, f"{fc}bias" in source.shapes
+    config = EagleConfig(**sizes, fusion_bias=has_bias, num_heads=depth, num_layers=count)
     copies = {_EMBEDDING: "embedding", "lm_head.weight": "lm_head"}
     return Layout("an EAGLE head", config, eagle_names(config, fc, prefix), copies=copies, unused=_unused(source))
 
@@ -102,7 +103,20 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
 def eagle_names(config: EagleConfig, fc: str = "fc.", prefix: str = _SPECULATORS) -> dict[str, str]:
     """The published name of each tensor."""
     names = {"fusion.weight": f"{fc}weight", **({"fusion.bias": f"{fc}bias"} if config.fusion_bias else {})}
-    return names | layer_names(config, "layer.", prefix, input_norm=False)
+    for ours, theirs in _layer_prefixes(config, "layer.", prefix).items():
+        names |= layer_names(config, ours, theirs, input_norm=ours != "layer.")
+    return names
+
+
+def _layer_prefixes(config: LayerConfig, first: str, theirs: str) -> dict[str, str]:
+    """Their prefix of each layer by ours; those behind the first have the same."""
+    return {first: theirs, **{f"layers.{i}.": f"layers.{i}." for i in range(1, config.num_layers)}}
+
+
+def _num_layers(source: Source) -> int:
+    """As many as the tensors have."""
+    found = numbers_in(source.shapes, r"layers\.(\d+)\.self_attn\.q_proj\.weight")
+    return 1 + max([0, *(number for (number,) in found)])
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
@@ -115,15 +129,15 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
 
 def p_eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Of a P-EAGLE head, whose embedding was trained, too. ``norm_output`` changes nothing where there is one pass."""
-    given, deeper = source.config, numbers_in(source.shapes, r"layers\.(\d+)\.self_attn\.q_proj\.weight")
+    given = source.config
     if given.get("parallel_drafting") is False:
         raise source.wrong("parallel_drafting is false, and the tensor mask_hidden is for drafts in one pass")
     depth = _depth(source) or source.number("num_depths", most=_MOST_DEPTH)
     unsaid = f"that it predicts {_PARALLEL_DEPTH} tokens, as the files do not say it (num_depths)"
-    layer, found = given.get("transformer_layer_config") or given, 1 + max([0, *(number for (number,) in deeper)])
+    layer = given.get("transformer_layer_config") or given
     own = {
         "num_heads": depth or _PARALLEL_DEPTH,
-        "num_layers": source.number("num_hidden_layers", given=layer) or found,
+        "num_layers": source.number("num_hidden_layers", given=layer) or _num_layers(source),
         "mask_token_id": _mask(source),
     }
     return _fused_layout(source, base, PEagleConfig, own, () if depth else (unsaid,))
@@ -236,8 +250,7 @@ def eagle3_names(config: FusedConfig, prefix: str = _PUBLISHED) -> dict[str, str
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
     names |= {"fc_norm.weight": "input_norm.weight"} if config.norm_before_fc else {}
-    layers = {first: prefix, **{f"layers.{i}.": f"layers.{i}." for i in range(1, config.num_layers)}}
-    for ours, theirs in layers.items():
+    for ours, theirs in _layer_prefixes(config, first, prefix).items():
         names |= layer_names(config, ours, theirs, input_norm=ours != first)
         if config.norm_heads:
             names |= {f"{ours}{part}_norm.weight": f"{theirs}self_attn.{part}_norm.weight" for part in "qk"}
@@ -421,7 +434,7 @@ def _unused(source: Source) -> set[str]:
 
 def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
     """Engines whose q, k and v have biases give the layer behind the attention one, too, and do not set it to zero."""
-    prefixes = [prefix, *(f"layers.{i}." for i in range(1, config.num_layers))] if config.qkv_bias else []
+    prefixes = _layer_prefixes(config, "layer.", prefix).values() if config.qkv_bias else ()
     return {f"{layer}self_attn.o_proj.bias": torch.zeros(config.state_size) for layer in prefixes}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer
-from draftheads.heads.eagle import OneLayerHead
+from draftheads.heads.eagle import FeedbackHead
 from draftheads.heads.layers import first_texts, linear_fit
 from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import TargetWeights
@@ -177,7 +177,7 @@ class FusedHead(StatefulHead):
         return self.norm(features)
 
 
-class Eagle3Head(FusedHead, OneLayerHead):
+class Eagle3Head(FusedHead, FeedbackHead):
     """The layer reads [E(x_{t+1}); g_t], and then [E(x); f] with its outputs f."""
 
     def __init__(self, config: Eagle3Config) -> None:

@@ -70,12 +70,6 @@ class SmallLlamaHead(PathHead):
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """After the root, (rows, D). The root is read at once: what was accepted begins behind it."""
         if not any(history.lengths[rows]):  # new rows: the first token of the prompt, too
-            self._step(context.token_ids[:, :1], rows, history)
+            self.step(self.embedded(context.token_ids[:, :1]), rows, history)
             history.accept(rows, torch.ones_like(context.num_accepted), [1] * len(context.num_accepted))
-        return last_of(self._step(next_tokens(context), rows, history), context.num_accepted)
-
-    def _step(self, token_ids: Tensor, rows: slice, history: HeadKVCache) -> Tensor:
-        x = self.embedded(token_ids)
-        for number, layer in enumerate(self.ordered_layers()):
-            x = layer.step(x, history, number, rows)
-        return x
+        return last_of(self.step(self.embedded(next_tokens(context)), rows, history), context.num_accepted)

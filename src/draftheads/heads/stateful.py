@@ -92,6 +92,12 @@ class PathHead(StatefulHead):
         """What the lm_head reads, of the last layer's outputs: (…, D) -> (…, D)."""
         return features
 
+    def step(self, x: Tensor, rows: slice, history: HeadKVCache) -> Tensor:
+        """Inputs x of the next tokens of some rows through all layers: (B, P, D or 2·D) -> (B, P, D)."""
+        for number, layer in enumerate(self.ordered_layers()):
+            x = layer.step(x, history, number, rows)
+        return x
+
     def begin(self, root: Root, depth: int) -> PathState:
         """The roots."""
         seen, mask = root.history.accepted()
