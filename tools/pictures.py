@@ -1,7 +1,7 @@
-"""The pictures of the manual, written to docs/pictures by `python tools/pictures.py tree`, `… speed` and `… chat`.
+"""The pictures of the manual, written to docs/pictures by `python tools/pictures.py tree` (`speed`, `text`, `chat`).
 
-`tree` is one step of the real model, `speed` draws a table of docs/results/heads.md, `chat` is a screenshot of the
-page of a server with that model.
+`tree` is one step of the real model, `speed` and `text` draw tables of docs/results/heads.md, `chat` is a screenshot of
+the page of a server with that model.
 """
 
 import re
@@ -111,9 +111,14 @@ def draw_tree() -> None:
     save(figure, "tree")
 
 
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, row by row, with those of its own head."""
+    text = (ROOT / "docs/results/heads.md").read_text(encoding="utf-8").split(f"## {heading}\n")[1]
+    return [line.split("|")[1:-1] for line in text.split("\n## ")[0].splitlines() if re.match(r"\| +[\w|]", line)]
+
+
 def draw_speed() -> None:
-    text = (ROOT / "docs/results/heads.md").read_text(encoding="utf-8").split("## Beside other programs")[1]
-    rows = [line.split("|")[1:-1] for line in text.split("\n## ")[0].splitlines() if re.match(r"\| \w", line)]
+    rows = rows_below("Beside other programs")[1:]
     figure = Figure(figsize=(8.5, 3.4))
     for axes, (machine, *cells) in zip(figure.subplots(1, len(rows), sharey=True), rows, strict=True):
         numbers = [float(number) for number in re.findall(r"\d+\.\d+", " ".join(cells))]
@@ -126,6 +131,25 @@ def draw_speed() -> None:
         axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()  # of both
     save(figure, "speed")
+
+
+def draw_text() -> None:
+    (_, *sizes), *rows = rows_below("Tokens per step by text")
+    places = [float(size.split()[0]) for size in sizes]
+    figure = Figure(figsize=(8.5, 3.4))
+    for number, axes in enumerate(figure.subplots(1, 2)):
+        for name, *cells in rows:
+            points = [re.findall(r"\d\.\d+", cell) for cell in cells]
+            known = [(at, float(point[number])) for at, point in zip(places, points, strict=True) if point]
+            axes.plot(*zip(*known, strict=True), marker="o", label=name.strip(" `"))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.set_xlabel("million tokens of text")
+        axes.set_title(("MT-Bench, 24 nodes", "six tasks, ten nodes")[number], fontsize=10)
+        axes.set_ylabel("tokens per step")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, "text")
 
 
 def take_chat() -> None:
@@ -163,9 +187,9 @@ def take_chat() -> None:
             server.terminate()
 
 
-def main(picture: Literal["tree", "speed", "chat"], /) -> None:
+def main(picture: Literal["tree", "speed", "text", "chat"], /) -> None:
     PICTURES.mkdir(exist_ok=True)
-    {"tree": draw_tree, "speed": draw_speed, "chat": take_chat}[picture]()
+    {"tree": draw_tree, "speed": draw_speed, "text": draw_text, "chat": take_chat}[picture]()
 
 
 if __name__ == "__main__":
