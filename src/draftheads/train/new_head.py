@@ -5,7 +5,7 @@ Layers of the same name mean the same in a head and in the head that it starts f
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -59,23 +59,27 @@ class Start:
             saved.check(what, theirs, ours, target.model_id, name=f"--start-from {name}", fix=fix)
         return cls(name, saved, tensors)
 
-    def vocab(self, size: int) -> Tensor | None:
-        """The draft vocabulary, ids (V',) in increasing order; None for the whole vocabulary. A new head has the same.
+    def keeps_vocab(self, size: int) -> bool:
+        """Whether a new head with a draft vocabulary of ``size`` tokens, 0 for all, has the one of this head.
 
-        Args:
-            size: the size that the new head should have, 0 for the whole vocabulary.
+        Raises:
+            InvalidSettings: it has another one, on which parameters of this head depend, such as its own lm_head.
         """
-        start_size = self.saved.config.draft_vocab_size or 0
-        wanted = size if size < self.saved.config.vocab_size else 0
-        if start_size != wanted:
-            predicts = f"{self.name} predicts {counted(start_size, 'token') if start_size else 'all tokens'}"
-            fix = f"give --draft-vocab-size {start_size}"
-            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {predicts}: {fix}")
-        return self.tensors["draft_vocab"] if start_size else None
+        config, wanted = self.saved.config, size if size < self.saved.config.vocab_size else 0
+        own = config.draft_vocab_size or 0
+        if own == wanted:
+            return True
+        both = (weightless_head(replace(config, draft_vocab_size=each or None)) for each in (own, wanted))
+        shapes, other_shapes = ({name: value.shape for name, value in head.named_parameters()} for head in both)
+        if shapes != other_shapes:
+            predicts = f"{self.name} predicts {counted(own, 'token') if own else 'all tokens'} with weights of each"
+            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {predicts}: give {own}")
+        return False
 
     def part_of_new(self, options: TrainOptions, target: TargetModel) -> float:
         """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head."""
-        config = head_config(options, _sizes(target, self, self.vocab(options.draft_vocab_size)))
+        self.keeps_vocab(options.draft_vocab_size)
+        config = head_config(options, _sizes(target, self, options.draft_vocab_size))
         self._check_meaning(config)
         head = weightless_head(config)
         copied = sum(parameter.numel() for parameter in self._fitting(head).values())
@@ -102,8 +106,10 @@ class Start:
     @torch.no_grad()
     def copy_into(self, head: DraftHead) -> None:
         """Copies all tensors that fit. The others keep their initial values."""
-        saved = {name: buffer for name, buffer in head.named_buffers() if name in self.tensors}  # such as of a router
-        for name, tensor in (saved | self._fitting(head)).items():
+        buffers = {name: buffer for name, buffer in head.named_buffers() if name in self.tensors}  # such as of a router
+        if not self.keeps_vocab(head.config.draft_vocab_size or 0):
+            buffers.pop("draft_vocab", None)
+        for name, tensor in (buffers | self._fitting(head)).items():
             tensor.copy_(self.tensors[name])
 
     def _fitting(self, head: DraftHead) -> dict[str, nn.Parameter]:
@@ -126,20 +132,23 @@ def new_head(
         target: its end tokens are in the draft vocabulary as far as there is room.
         store: has the documents.
         documents: training texts; their tokens decide the draft vocabulary.
-        start: a head whose fitting layers, draft vocabulary and embedding scale are copied.
+        start: a head whose fitting layers, draft vocabulary and embedding scale are copied. A vocabulary of another
+            size has its tokens first.
     """
     torch.manual_seed(options.seed)
     weights, vocab = in_float32(target.weights), None
-    if start is not None:
-        vocab = start.vocab(options.draft_vocab_size)
-    elif 0 < options.draft_vocab_size < target.vocab_size:
-        vocab = processes.every(frequent_tokens(target, store, documents, options.draft_vocab_size))[0]
+    size = options.draft_vocab_size
+    known = None if start is None else start.tensors.get("draft_vocab")
+    if start is not None and start.keeps_vocab(size):
+        vocab = known
+    elif 0 < size < target.vocab_size:
+        vocab = processes.every(frequent_tokens(target, store, documents, size, known))[0]
     config_class, head_class = head_classes(options.method)
     scale = getattr(start and start.saved.config, "embedding_scale", None)
     if scale is None:
         is_measured = getattr(config_class, "scales_embedding", False)
         scale = processes.every(embedding_scale(weights, store, documents))[0] if is_measured else 1.0
-    head = head_class(head_config(options, {**_sizes(target, start, vocab), "embedding_scale": scale}))
+    head = head_class(head_config(options, {**_sizes(target, start, size), "embedding_scale": scale}))
     head.to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
     texts = (store[i] for i in documents)
@@ -152,16 +161,17 @@ def new_head(
 def unfitted_head(options: TrainOptions, target: TargetModel) -> DraftHead:
     """A head that has seen no text, as fast as a trained one; its draft vocabulary are the first tokens."""
     vocab = torch.arange(options.draft_vocab_size) if 0 < options.draft_vocab_size < target.vocab_size else None
-    head = head_classes(options.method)[1](head_config(options, _sizes(target, vocab=vocab)))
+    head = head_classes(options.method)[1](head_config(options, _sizes(target, vocab_size=options.draft_vocab_size)))
     head.initialise(in_float32(target.weights), vocab)
     return head
 
 
-def _sizes(target: TargetModel, start: Start | None = None, vocab: Tensor | None = None) -> dict[str, Any]:
+def _sizes(target: TargetModel, start: Start | None = None, vocab_size: int = 0) -> dict[str, Any]:
     """What the configuration of a new head takes from its model, from the head to start from and from its tokens."""
     mask = getattr(start and start.saved.config, "mask_token_id", target.mask_token_id)  # a head goes on with its own
+    some = vocab_size if 0 < vocab_size < target.vocab_size else None
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, **target.head_sizes}
-    return {**sizes, "mask_token_id": mask, "draft_vocab_size": None if vocab is None else len(vocab)}
+    return {**sizes, "mask_token_id": mask, "draft_vocab_size": some}
 
 
 def layers_read(options: TrainOptions, target: TargetModel) -> tuple[int, ...]:
@@ -190,15 +200,20 @@ def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequenc
     return round(float(ratio), 3)
 
 
-def frequent_tokens(target: TargetModel, store: Documents, documents: Sequence[int], num_tokens: int) -> Tensor:
+def frequent_tokens(
+    target: TargetModel, store: Documents, documents: Sequence[int], num_tokens: int, known: Tensor | None = None
+) -> Tensor:
     """The ids (V',) of the assistant's most frequent tokens, in increasing order.
 
-    The model's end tokens are among them as far as there is room. Of equally frequent tokens the lower id is taken.
+    The model's end tokens are among them as far as there is room, then the known ones. Of equally frequent tokens the
+    lower id is taken.
     """
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     for i in documents:
         token_ids, mask = store.texts.part(i)
         np.add.at(counts.numpy(), token_ids[mask], 1)
+    if known is not None:
+        counts[known] += counts.sum() + 1
     counts[sorted(target.eos_ids)] = counts.sum() + 1
     return counts.sort(descending=True, stable=True).indices[:num_tokens].sort().values
 
