@@ -153,7 +153,7 @@ def test_bundled_heads_are_those_that_were_trained(
         assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} held" in card
         tokens, answers = (metrics[f"num_{what}_tokens"] / 1e6 for what in ("training", "answer"))
         assert f"\n{tokens:.2f} M tokens, of which {answers:.2f} M are answers." in card
-        assert "The model's own answers (up to 256 tokens" in card
+        assert "The model's own answers in int8 (up to 320 tokens" in card
         assert "It shares the model's lm_head. It predicts the 48 most frequent tokens." in card
         assert f"{metrics['options']['epochs']} passes over the text" in card
         assert str(work) not in card + (zoo / name / "config.json").read_text()
@@ -209,7 +209,7 @@ def test_a_card_compares_training_loss_and_held_out_loss(
     assert "beyond the next one, and drafts up to 9 where that gains, for" in text
     assert f"first head was {learned:.2f} on training text. On held-out text it is\n2.00. So {told}" in text
     assert "5.4 MB in bf16" in text
-    assert "MT-Bench" not in text
+    assert "Side by side" not in text
     assert "None" not in text
 
 
