@@ -213,7 +213,7 @@ def test_a_start_with_other_settings_is_refused(target: TargetModel, features: P
         ("eagle", {"head_options": (other_bias,)}, {}, bias),
         (
             "medusa",
-            {size: 0, **own},
+            {size: 8192, **own},  # of a model with fewer tokens
             {size: 40, **own},
             "predicts all tokens with weights of each: give 0",
         ),
