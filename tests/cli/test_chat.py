@@ -179,7 +179,7 @@ def terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
 
 def test_a_chat_on_a_terminal(terminal: Callable[..., Terminal], engine: Engine):
     """Colours, line editing, an error and Ctrl-C, which do not end the chat, and Ctrl-D."""
-    chat = terminal("chat", "model", "--precision", "fp32", "--max-new-tokens", "400", "--head", "hydra")
+    chat = terminal("chat", "model", "--precision", "fp32", "--max-new-tokens", "4000", "--head", "hydra")
     assert "/retry answers the last question again" in chat.until("> ")
     chat.write("dead cax\x7fb\r")
     chat.until("\r\n")
