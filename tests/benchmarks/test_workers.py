@@ -203,6 +203,8 @@ def rows_of(asked: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+# such a head is worse than is assumed, which is said where it drafts often: that depends on the machine's speed
+@pytest.mark.filterwarnings("ignore::draftheads.errors.BaseModelWarning")
 def test_peers_gives_every_worker_its_settings(asked: dict[str, Any], world: Path, capsys: pytest.CaptureFixture[str]):
     """Every row of the table, one prompt at a time and two together."""
     peers.main(peers.Options(head=str(world / "hydra"), batch_sizes=(1, 2), **asked))
@@ -222,6 +224,7 @@ def test_peers_gives_every_worker_its_settings(asked: dict[str, Any], world: Pat
     assert "first token, ms" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore::draftheads.errors.BaseModelWarning")
 @pytest.mark.parametrize("engine", ["vllm", "openvino", "llama-server"])
 def test_heads_in_other_engines_are_beside_ours(
     engine: Any, asked: dict[str, Any], world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
