@@ -140,10 +140,9 @@ def draw_text() -> None:
     for number, axes in enumerate(figure.subplots(1, 2)):
         for name, *cells in rows:
             points = [re.findall(r"\d\.\d+", cell) for cell in cells]
-            known = [(at, float(point[number])) for at, point in zip(places, points, strict=True) if point]
+            known = [(at, float(point[number])) for at, point in zip(places, points, strict=True) if point[number:]]
             axes.plot(*zip(*known, strict=True), marker="o", label=name.strip(" `"))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.set_xticks(places)
         axes.set_xlabel("million tokens of text")
         axes.set_title(("MT-Bench, 24 nodes", "six tasks, ten nodes")[number], fontsize=10)
         axes.set_ylabel("tokens per step")

@@ -42,7 +42,7 @@ HEADS: Mapping[str, str] = {
     "hydra++": "--num-heads 3 --num-layers 4",  # not from hydra, whose training loss is already low
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
-    "eagle": "--num-heads 3 --optimizer muon --batch-tokens 2048 --learning-rate 0.001 --draft-vocab-size 12288",
+    "eagle": "--num-heads 3 --optimizer muon --batch-tokens 2048 --draft-vocab-size 12288",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
     "dspark": "--num-heads 4 --num-layers 2 --head-options gated=false markov_rank=64",  # llama.cpp knows no gate
