@@ -215,9 +215,14 @@ def test_a_start_with_other_settings_is_refused(target: TargetModel, features: P
             "medusa",
             {size: 8192, **own},  # of a model with fewer tokens
             {size: 40, **own},
-            "predicts all tokens with weights of each: give 0",
+            "predicts all tokens with weights of each: give --draft-vocab-size 0",
         ),
-        ("dspark", block, {size: 40, **block}, "size is 40, .*predicts 36 tokens with weights of each: give 36"),
+        (
+            "dspark",
+            block,
+            {size: 40, **block},
+            "size is 40, .*predicts 36 tokens with weights of each: give --draft-vocab-size 36",
+        ),
     ]
     for number, (method, first, wrong, message) in enumerate(cases):
         start = saved(target, options(tmp_path / str(number), features, method=method, **first))

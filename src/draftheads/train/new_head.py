@@ -73,7 +73,8 @@ class Start:
         shapes, other_shapes = ({name: value.shape for name, value in head.named_parameters()} for head in both)
         if shapes != other_shapes:
             predicts = f"{self.name} predicts {counted(own, 'token') if own else 'all tokens'} with weights of each"
-            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {predicts}: give {own}")
+            fix = f"give --draft-vocab-size {own}"
+            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {predicts}: {fix}")
         return False
 
     def part_of_new(self, options: TrainOptions, target: TargetModel) -> float:
