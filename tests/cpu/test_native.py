@@ -655,15 +655,16 @@ def test_tokens_that_do_not_fit_are_an_error() -> None:
     assert model.native is not None
     memory, depths = model.native.memory(4), torch.zeros(1, dtype=torch.int32)
     other = memory.new_zeros(*memory.shape[:4], 1)
-    for part, length, count in (
-        (memory, 4, 1),
-        (memory, 0, 2),
-        (memory[:1], 0, 1),
-        (other, 0, 1),
-        (memory.half(), 0, 1),
+    for part, length, count, drafted in (
+        (memory, 4, 1, 0),
+        (memory, 1, 1, 3),
+        (memory, 0, 2, 0),
+        (memory[:1], 0, 1, 0),
+        (other, 0, 1, 0),
+        (memory.half(), 0, 1, 0),
     ):
         with pytest.raises(ValueError, match="do not fit into memory"):
-            model.native.run(torch.tensor([3]), SequenceBatch([part], [length], [count], depths), last_position=99)
+            model.native.run(torch.tensor([3]), SequenceBatch([part], [length], [count], depths, drafted=drafted))
     target = Target(model)
     target.open(9)
     for token in (model.vocab_size, -1):

@@ -4,10 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from draftheads.cpu.drafts import best_tree
-from draftheads.cpu.kernels import pack
+from draftheads.cpu.kernels import pack, replace_linears
+from draftheads.heads.attention import TransformerLayer, native_layers
 from draftheads.heads.base import DraftHead
+from draftheads.heads.eagle import EagleConfig, EagleHead
+from draftheads.heads.history import HeadKVCache, NativeKVCache
+from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.candidates import _best_tree
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -65,6 +70,109 @@ def test_candidates_are_as_step_by_step(kind: str, shape: str, rows: int, monkey
     found = drafted(head, SHAPES[shape], rows)
     head.growth = None
     assert_same(found, drafted(head, SHAPES[shape], rows))
+
+
+TURNS = {"rope_frequencies": [1.0, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01], "rope_scale": 1.2}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "two layers": ("eagle", {"num_layers": 2, "qkv_bias": True, **TURNS}),
+    "small-llama": ("small-llama", {"num_layers": 2}),
+    "hydra++": ("hydra++", TURNS),
+}
+
+
+def drafts_of_steps(head: DraftHead) -> list[Draft]:
+    """A row joins, texts grow to 1,023 tokens, with which tables of positions end, and a row leaves."""
+    session, drafts = head.start(), []
+    with torch.inference_mode():
+        for step, rows in enumerate([[0, 1], [0, 1, 2], [0, 1, 2], [2, 0]]):
+            shape, context = BestFirst(20, max_depth=3, top_k=5), context_of(head, 3)
+            if step == 2:
+                shape = BestFirst(4, top_k=1, beam=1)
+                hidden, tokens = (part.repeat_interleave(340, 1) for part in (context.hidden, context.token_ids))
+                context = Context(hidden, tokens, 340 * context.num_accepted, context.root_ids)
+            if step == 3:
+                session.keep(torch.tensor(rows))
+            drafts.append(session.propose(context.keep(rows), shape))
+    return drafts
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_are_computed_as_by_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, options = LAYERS[kind]
+    monkeypatch.setattr("draftheads.heads.base.pack", lambda layers, **_: pack(layers, portable=True))
+    head = tiny_head(method, tiny_model("llama"), num_heads=3, **options)
+    assert isinstance(head, StatefulHead)
+    head.speed_up()
+    assert head.native is not None
+    found = drafts_of_steps(head)
+    head.native = None
+    for own, expected in zip(found, drafts_of_steps(head), strict=True):
+        assert_same(own, expected)
+
+
+def test_any_layers_are_computed_as_by_the_modules() -> None:
+    config = EagleConfig(hidden_size=32, vocab_size=24, num_key_value_heads=2, head_size=8)
+    torch.manual_seed(0)
+    layers = [TransformerLayer(config, norm_heads=True), TransformerLayer(config, rotary=False)]
+    for parameter in nn.ModuleList(layers).parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    pack(replace_linears(nn.ModuleList(layers)), portable=True)
+    native = native_layers(layers)
+    assert native is not None
+    x, rows, own, found = torch.randn(2, 5, 32), slice(0, 2), HeadKVCache(2), NativeKVCache(native)
+    with torch.inference_mode():
+        for history in (own, found):
+            history.join(2, x.device)
+        expected = layers[1].step(layers[0].step(x, own, 0, rows), own, 1, rows)
+        torch.testing.assert_close(found.run(x, rows), expected, rtol=0, atol=1e-4)
+
+
+class OwnLayer(TransformerLayer):
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x
+
+
+class OwnStep(EagleHead):
+    def step(self, x: Tensor, rows: slice, history: HeadKVCache, **places: Any) -> Tensor:
+        return x
+
+
+def test_other_layers_are_the_modules() -> None:
+    """Layers with inputs, functions or a window of their own, a head with its own step, and one that may be moved."""
+    model = tiny_model("llama")
+    for method in ("eagle3", "function", "window", "step", "moved"):
+        head: Any = tiny_head("eagle3" if method == "eagle3" else "eagle", model)
+        head.layer.window = 3 * (method == "window")
+        if method == "function":
+            head.layer.__class__ = OwnLayer
+        if method == "step":
+            head.__class__ = OwnStep
+        head.speed_up()
+        assert (head.native is None) == (method != "moved")
+    head.bind(model.weights)
+    assert head.native is None
+
+
+def test_memory_is_reserved_for_draft_tokens_beside_a_text() -> None:
+    """Ten nodes are chosen of more candidates, which reach into another block of slots."""
+    for is_fast in (False, True):
+        head = tiny_head("eagle", tiny_model("llama"))
+        assert isinstance(head, StatefulHead)
+        if is_fast:
+            head.speed_up()
+        session, context = head.start(), context_of(head, 1)
+        hidden, tokens = (part[:, :1].expand(-1, 110, *part.shape[2:]) for part in (context.hidden, context.token_ids))
+        with torch.inference_mode():
+            long = Context(hidden, tokens, torch.tensor([110]), context.root_ids)
+            session.propose(long, BestFirst(10, max_depth=8, min_level_probability=None))
+        history = session.history
+        kept = (
+            history.memory
+            if isinstance(history, NativeKVCache)
+            else [p for layer in history.layers for p in layer or ()]
+        )
+        assert sum(part.nbytes for part in kept) == 128 * head.bytes_per_slot + head.bytes_of_rows(1)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import optimise
-from draftheads.cpu.kernels import PackedLinear, Plain
+from draftheads.cpu.kernels import PackedLinear, Plain, RoundedEmbedding
 from draftheads.cpu.native_library import SequenceBatch, load_library
-from draftheads.cpu.optimise import MAX_TREE_ROWS, RoundedEmbedding, grouped_attention, kernels_of, speed_up
+from draftheads.cpu.optimise import MAX_TREE_ROWS, grouped_attention, kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
 from draftheads.models.fingerprint import MAX_DIFFERENCE, difference

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from draftheads.heads import head_classes
-from draftheads.heads.attention import (
-    HeadKVCache,
-    KeysValues,
-    LayerConfig,
-    RmsNorm,
-    TransformerLayer,
-    attend,
-    attend_with_path,
-)
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend, attend_with_path
+from draftheads.heads.history import HeadKVCache, KeysValues
 from families import VOCAB
 from slow_heads import slow_attention
 

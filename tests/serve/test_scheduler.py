@@ -14,6 +14,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.mixed import Mixed, MixedSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
+from draftheads.heads.history import NativeKVCache
 from draftheads.heads.stateful import StatefulSession
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits
 from families import GROWING, TREES, tiny_head, tiny_model
@@ -151,10 +152,14 @@ def test_a_token_takes_the_states_of_all_layers_that_a_head_reads():
     assert of_two - of_one == MODEL.hidden_size * MODEL.dtype.itemsize
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("method", some(["hydra++", "eagle", "eagle3", "amphista", "small-llama"], "hydra++", "eagle3"))
-def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str):
-    engine = Engine(MODEL, Mixed(tiny_head(method, MODEL)), shape=TREES["chain"])
-    limit = 6 * 128 * engine.bytes_per_token
+def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str, is_fast: bool):
+    head = tiny_head(method, MODEL)
+    if is_fast:
+        head.speed_up()
+    engine = Engine(MODEL, Mixed(head), shape=TREES["chain"])
+    limit = engine.num_bytes([128] * 6)
     scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
     for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
         submit(scheduler, [3 + n] * length, max_new_tokens=60)
@@ -171,8 +176,10 @@ def history_bytes(batch: Batch) -> int:
     session = batch.session
     assert isinstance(session, MixedSession)
     assert isinstance(session.session, StatefulSession)
-    kept = [layer for layer in session.session.history.layers if layer is not None]
-    return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)
+    history = session.session.history
+    kept = [part for layer in history.layers if layer is not None for part in layer]
+    kept += history.memory if isinstance(history, NativeKVCache) else []
+    return sum(part.untyped_storage().nbytes() for part in kept)
 
 
 # --- calls ---

@@ -34,7 +34,8 @@ _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
         ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
     )
 }
-_ACTS = [
+SILU = 0
+_ACTS = [  # by their numbers
     {"SiLU", "SiLUActivation"},
     {"PytorchGELUTanh", "GELUTanh", "NewGELUActivation"},
     {"GELUActivation", "GELU"},
@@ -184,27 +185,6 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
-class LayerParts:
-    """A layer's weights, and how it puts them together. A part that is None is not there."""
-
-    norms: tuple[Any, ...]  # before and after attention, before and after the feed-forward part
-    recurrence: Recurrence | None
-    qkv: tuple[Outputs, ...]  # of attention
-    out: Outputs | None
-    heads: "Heads | None"
-    head_norms: tuple[Any, Any]  # of queries and keys
-    sinks: Tensor | None  # (heads,)
-    feed_forward: tuple[Outputs, ...]  # gate, up and down, or up and down; empty if there are experts
-    experts: PackedExperts | None
-    shared: tuple[Outputs, ...]  # gate, up and down of the expert that all tokens choose
-    shared_gate: Any  # whose sigmoid is the share of it; None: 1
-    router: Any
-    choice_bias: Tensor | None  # (experts,) of the choice alone, not of shares
-    sizes: "Sizes"
-    turns: bool  # whether queries and keys have rotary positions
-
-
-@dataclass(frozen=True)
 class Heads:
     """What must be equal in all layers with attention."""
 
@@ -222,10 +202,31 @@ class Heads:
 class Sizes:
     """What must be equal in all layers."""
 
-    is_parallel: bool  # attention and feed-forward part read the same states
-    residual_scale: float
     gate: tuple[Any, ...] | None  # the activation's number, α and limit; None: there is no feed-forward part
-    chosen: int  # experts of a token
+    is_parallel: bool = False  # attention and feed-forward part read the same states
+    residual_scale: float = 1.0
+    chosen: int = 0  # experts of a token
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer's weights, and how it puts them together. A part that is None is not there."""
+
+    norms: tuple[Any, ...]  # before and after attention, before and after the feed-forward part
+    qkv: tuple[Outputs, ...]  # of attention
+    out: Outputs | None
+    heads: Heads | None
+    head_norms: tuple[Any, ...]  # of queries and keys
+    feed_forward: tuple[Outputs, ...]  # gate, up and down, or up and down; empty if there are experts
+    sizes: Sizes
+    turns: bool  # whether queries and keys have rotary positions
+    recurrence: Recurrence | None = None
+    sinks: Tensor | None = None  # (heads,)
+    experts: PackedExperts | None = None
+    shared: tuple[Outputs, ...] = ()  # gate, up and down of the expert that all tokens choose
+    shared_gate: Any = None  # whose sigmoid is the share of it; None: 1
+    router: Any = None
+    choice_bias: Tensor | None = None  # (experts,) of the choice alone, not of shares
 
 
 def parts_of(layer: Any, config: Any) -> LayerParts:
@@ -275,21 +276,21 @@ def parts_of(layer: Any, config: Any) -> LayerParts:
     qkv = () if attention is None else _qkv(attention, float(getattr(layer, "attention_in_multiplier", 1.0)))
     recurrence = None if mixer is None else _MIXERS[kind](mixer, _out(mixer, getattr(layer, "ssm_out_multiplier", 1.0)))
     return LayerParts(
-        norms,
-        recurrence,
-        qkv,
-        None if attention is None else _out(attention, getattr(layer, "attn_out_multiplier", 1.0)),
-        None if attention is None else _heads_of(attention, qkv, config),
-        tuple(_head_norm(attention, name) for name in "qk"),
-        getattr(attention, "sinks", None),
-        () if is_mixture or mlp is None else _feed_forward(mlp),
-        experts if is_mixture else None,
-        () if shared is None else _feed_forward(shared),
-        getattr(mixture, "shared_expert_gate", None) if is_mixture else None,
-        router if is_mixture else None,
-        getattr(mixture, "expert_bias", getattr(router, "e_score_correction_bias", None)),
-        sizes,
-        attention.sliding_window is not None if is_cohere_2 else bool(getattr(attention, "use_rope", True)),
+        norms=norms,
+        qkv=qkv,
+        out=None if attention is None else _out(attention, getattr(layer, "attn_out_multiplier", 1.0)),
+        heads=None if attention is None else _heads_of(attention, qkv, config),
+        head_norms=tuple(_head_norm(attention, name) for name in "qk"),
+        feed_forward=() if is_mixture or mlp is None else _feed_forward(mlp),
+        sizes=sizes,
+        turns=attention.sliding_window is not None if is_cohere_2 else bool(getattr(attention, "use_rope", True)),
+        recurrence=recurrence,
+        sinks=getattr(attention, "sinks", None),
+        experts=experts if is_mixture else None,
+        shared=() if shared is None else _feed_forward(shared),
+        shared_gate=getattr(mixture, "shared_expert_gate", None) if is_mixture else None,
+        router=router if is_mixture else None,
+        choice_bias=getattr(mixture, "expert_bias", getattr(router, "e_score_correction_bias", None)),
     )
 
 

@@ -136,7 +136,7 @@ class Pass(ctypes.Structure):
     _fields_ = (
         *_ints("tokens", "texts", "words", "kept"),
         *_pointers("ids", "memory", "slots", "lengths", "counts", "depths", "ancestors", "cos", "sin"),
-        *_ints("num_turns", "of_tokens", "last_position", "unused"),
+        *_ints("num_turns", "of_tokens", "last_position", "drafted"),
         *_pointers("kept_layers", "kept_states", "states"),
         *_pointers("states_of_texts", "records", "old_records", "record_slots", "old_slots"),
         *_pointers("accepted_first", "accepted"),
@@ -188,9 +188,11 @@ class SequenceBatch:
         lengths: (b,) tokens that each text has before the pass.
         counts: (b,) tokens of each text in the pass.
         depths: (M,) int32, levels below the first token of the same text.
-        ancestors: (M, words) uint64: bit m says that a token sees the m-th one of its text; None: all before it.
+        ancestors: (M, words) uint64: bit m says that a token sees the m-th node of its text; None: all before it.
         are_long: (b,) texts with the long factors of LongRoPE, for models that have it.
         states: (b,) in a model with recurrent layers. Without ancestors they move behind the tokens.
+        drafted: nodes of each text's tree that earlier passes wrote behind it, which come before those of this pass; of
+            layers with attention to the whole text.
     """
 
     memory: Sequence[Tensor]
@@ -200,6 +202,7 @@ class SequenceBatch:
     ancestors: Tensor | None = None
     are_long: Sequence[bool] | None = None
     states: Sequence[TextStates] = ()
+    drafted: int = 0
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Any:
@@ -215,7 +218,7 @@ class StatesOfPass:
         old = [text.records for text in texts]
         self._records = [
             part.new_empty(len(part), count, part.shape[2]) if writes and count > part.shape[1] else part
-            for part, count in zip(old, counts, strict=False)  # a model without states has no texts here
+            for part, count in zip(old, counts, strict=True)
         ]
         paths = [text.accepted for text in texts]
         nodes = np.array([node for path in paths for node in path], dtype=np.int32)
@@ -232,13 +235,12 @@ class StatesOfPass:
             text.records, text.accepted = records, []
 
 
-def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
-    """(M, words) int64 of trees (B or 1, N, N) bool, for node ``nodes[m]`` of row ``texts[m]``, each (M,)."""
-    packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, N, bytes)
+def ancestor_bits(ancestors: Tensor, batch: int) -> Tensor:
+    """(B·W, words) int64 of what the W last nodes of so many trees see, (B or 1, W, N) bool."""
+    packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, W, bytes)
     whole = np.zeros((*packed.shape[:2], -(-packed.shape[2] // 8) * 8), dtype=np.uint8)
     whole[..., : packed.shape[2]] = packed
-    bits = torch.from_numpy(whole).view(torch.int64)
-    return bits[texts if len(bits) > 1 else 0, nodes].contiguous()
+    return torch.from_numpy(whole).view(torch.int64).expand(batch, -1, -1).flatten(0, 1).contiguous()
 
 
 _POINTER, _INT = c_void_p, c_int32

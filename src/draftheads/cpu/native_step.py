@@ -7,8 +7,9 @@ Alphabet: M tokens of all texts, D hidden size, d size of a head, n layers whose
 """
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import astuple, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.cpu import native_library as structures
-from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, PackedLinear, table_of
+from draftheads.cpu.kernels import (
+    HalfEmbedding,
+    Native,
+    NativeInt4,
+    NativeInt8,
+    PackedLinear,
+    RoundedEmbedding,
+    table_of,
+)
 from draftheads.cpu.layer_parts import (
     Heads,
     LayerParts,
@@ -46,7 +55,6 @@ from draftheads.cpu.native_library import (
     load_library,
     native_threads,
 )
-from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
@@ -55,7 +63,27 @@ FINAL_NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm", "embedding
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
 _MOST_TAPS = 16
+_ANY_POSITION = (1 << 31) - 1
 OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
+
+
+@dataclass(frozen=True)
+class DescribedLayers:
+    """Layers in place of a model of transformers. What they read are vectors, not tokens."""
+
+    layers: Sequence[LayerParts]
+    norm: nn.Module  # the final one
+    rotary_emb: Any  # as in transformers; None: nothing is turned
+    config: None = None
+
+    def get_decoder(self) -> "DescribedLayers":
+        return self
+
+    def get_input_embeddings(self) -> None:
+        return None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.norm.parameters()
 
 
 class NativeStep:
@@ -65,23 +93,27 @@ class NativeStep:
         """Points to the weights of a model of transformers.
 
         Args:
-            model: whose linear layers are native products.
+            model: whose linear layers are native products; or :class:`DescribedLayers`.
             windows: how many tokens a token of each layer sees; 0: all.
         """
         decoder = model.get_decoder()
         final = getattr(decoder, next((name for name in FINAL_NORMS if hasattr(decoder, name)), "norm"))
         self.dtype, self.size = final.weight.dtype, len(final.weight)
         embedding = model.get_input_embeddings()
-        if not isinstance(embedding, nn.Embedding | HalfEmbedding | RoundedEmbedding):
+        if embedding is None:
+            self._embedding: Any = torch.zeros(0, self.size)
+        elif isinstance(embedding, nn.Embedding | HalfEmbedding | RoundedEmbedding):
+            is_rounded = isinstance(embedding, RoundedEmbedding)
+            self._embedding = embedding.product if is_rounded else embedding.weight.detach()
+        else:
             raise TypeError(f"its embedding is a {type(embedding).__name__}")
-        self._embedding = embedding.product if isinstance(embedding, RoundedEmbedding) else embedding.weight.detach()
         self._native = load_library()
         self._held: list[Any] = []  # to which the structures point
         self._products: list[Native] = []  # the same
         layers = list(decoder.h if hasattr(decoder, "h") else decoder.layers)
         if not layers or len(layers) > _MOST_LAYERS:
             raise ValueError("this number of layers")
-        parts = [parts_of(layer, decoder.config) for layer in layers]
+        parts = [layer if isinstance(layer, LayerParts) else parts_of(layer, decoder.config) for layer in layers]
         self._heads = common([part.heads for part in parts if part.heads is not None], Heads())
         self._mixing = common([part.recurrence.mixing for part in parts if part.recurrence is not None], Mixing())
         self._turns = _Turns(decoder, [part.turns for part in parts], self.dtype)
@@ -107,10 +139,22 @@ class NativeStep:
         self._sizes = self._native.draftheads_states_size(self._model), self._native.draftheads_record_size(self._model)
         self._model.embedding_scale *= float(getattr(decoder, "embedding_multiplier", 1.0))
 
-    def memory(self, slots: int) -> Tensor:
-        """Memory for the keys and values of so many tokens of a text, zeros (layers, 2, groups, slots, d)."""
+    def memory(self, slots: int, old: Tensor | None = None) -> Tensor:
+        """Memory for the keys and values of so many tokens of a text, (layers, 2, groups, slots, d).
+
+        Zeros, or first what ``old`` has; that itself, where it has as many slots.
+        """
         model = self._model
-        return torch.zeros(model.caches, 2, model.groups, slots, model.head_size, dtype=self.cache_dtype)
+        if old is not None and old.shape[3] >= slots:
+            return old
+        new = torch.zeros(model.caches, 2, model.groups, slots, model.head_size, dtype=self.cache_dtype)
+        if old is not None:
+            new[..., : old.shape[3], :] = old
+        return new
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
 
     @property
     def bytes_per_token(self) -> int:
@@ -141,12 +185,12 @@ class NativeStep:
         self.run(torch.zeros(0, dtype=torch.long), batch, last_position=0)
 
     def run(
-        self, token_ids: Tensor, texts: SequenceBatch, layers: Sequence[int] = (), *, last_position: int
+        self, tokens: Tensor, texts: SequenceBatch, layers: Sequence[int] = (), *, last_position: int = _ANY_POSITION
     ) -> tuple[Tensor, Tensor]:
         """One pass, which writes keys and values.
 
         Args:
-            token_ids: (M,) int64.
+            tokens: ids (M,) int64; or of :class:`DescribedLayers` what the first one reads, (M, D).
             texts: whose tokens they are, with memory for them.
             layers: whose inputs are returned; the number of layers stands for what enters the final norm.
             last_position: at which longer texts stay.
@@ -154,8 +198,12 @@ class NativeStep:
         Returns:
             h_t (M, D), and what a drafter reads: the inputs of n layers side by side (M, n·D); without any, h_t.
         """
-        token_ids, depths = token_ids.contiguous(), texts.depths.contiguous()  # they are read as memory
-        count, slots = len(token_ids), self._checked_slots(texts, len(token_ids))
+        tokens, depths = tokens.contiguous(), texts.depths.contiguous()  # they are read as memory
+        count, slots, model, token_ids = len(tokens), self._checked_slots(texts, len(tokens)), self._model, tokens
+        if tokens.dim() > 1:  # a table of which each token is a row
+            model, token_ids = Model.from_buffer_copy(model), torch.arange(count)
+            model.embedding_kind, model.embedding, model.embedding_smooth = table_of(tokens)
+            model.vocab = count
         last = torch.empty(count, self.size, dtype=self.dtype)
         inputs = torch.empty(count, len(layers) * self.size, dtype=self.dtype) if layers else last
         turns, of_tokens = self._turns.of(texts, last_position)
@@ -163,10 +211,10 @@ class NativeStep:
         slots_at, lengths, counts, kept = (array.ctypes.data for array in held)
         memory = addresses_of(texts.memory)
         ancestors = texts.ancestors
-        moved = StatesOfPass(texts.states, texts.counts, writes=ancestors is not None)
+        moved = StatesOfPass(texts.states, texts.counts, writes=ancestors is not None) if texts.states else None
         self._native.draftheads_threads(native_threads())
         failure = self._native.draftheads_pass(
-            self._model,
+            model,
             Pass(
                 tokens=count,
                 texts=len(held[0]),
@@ -184,17 +232,19 @@ class NativeStep:
                 num_turns=turns.shape[2],
                 of_tokens=of_tokens,
                 last_position=last_position,
+                drafted=texts.drafted,
                 kept_layers=kept,
                 kept_states=inputs.data_ptr(),
                 states=last.data_ptr(),
-                **moved.fields,
+                **(moved.fields if moved else {}),
             ),
         )
         if failure == 1:
             raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
         if failure:
             raise IndexError(f"a position of {max(texts.lengths)} + {int(depths.max())} has no entry")
-        moved.done()
+        if moved:
+            moved.done()
         return last, inputs
 
     def _checked_slots(self, texts: SequenceBatch, count: int) -> list[int]:
@@ -214,11 +264,12 @@ class NativeStep:
             (*part.shape[:3], part.shape[4]) == shape and part.dtype == self.cache_dtype and part.is_contiguous()
             for part in texts.memory
         )
-        fit = all(0 <= n <= most - old for n, old, most in zip(texts.counts, texts.lengths, slots, strict=True))
+        before = [length + texts.drafted for length in texts.lengths]
+        fit = all(0 <= n <= most - old for n, old, most in zip(texts.counts, before, slots, strict=True))
         if not (are_ours and fit and sum(texts.counts) == count):
             shapes = [(tuple(part.shape), part.dtype) for part in texts.memory]
             raise ValueError(
-                f"{count} tokens, of texts {texts.counts} after {texts.lengths}, do not fit into memory of {shapes}; "
+                f"{count} tokens, of texts {texts.counts} after {before}, do not fit into memory of {shapes}; "
                 f"this model's is {shape[:3]}, slots, {shape[3]} of {self.cache_dtype}"
             )
         return slots
@@ -433,7 +484,7 @@ class _Turns:
 
     def of(self, texts: SequenceBatch, last_position: int) -> tuple[Tensor, bool]:
         """(2, tables, P, d'): P are the tokens if the second value is true, or positions from 0 on."""
-        longest = max(length + count for length, count in zip(texts.lengths, texts.counts, strict=True))
+        longest = max(map(add, texts.lengths, texts.counts)) + texts.drafted
         needed = min(longest, last_position + 1)
         if not self._is_fixed:
             counts = torch.tensor(texts.counts)

@@ -20,11 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from draftheads.cpu.kernels import (
+    HalfEmbedding,
     Native,
     NativeInt8,
     PackedLinear,
     Plain,
     Product,
+    RoundedEmbedding,
     in_16_bits,
     is_linear,
     native_bf16,
@@ -113,34 +115,6 @@ def _replace_modules(model: Any) -> list[PackedLinear]:
         model.get_decoder().set_attn_implementation(GROUPED_ATTENTION)
     replace_experts(model)
     return replace_linears(model)
-
-
-class HalfEmbedding(nn.Module):
-    """An embedding in 16 bits, for a model that computes in fp32 and whose embedding is exact in 16 bits."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.dtype, self.embed_scale = dtype, scale  # Gemma scales its embeddings
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight).to(self.dtype) * self.embed_scale
-
-
-class RoundedEmbedding(nn.Module):
-    """An embedding in 8 bits, as a product stores it: a tied lm_head's, so that there is one copy."""
-
-    def __init__(self, product: NativeInt8, scale: float = 1.0) -> None:
-        super().__init__()
-        self.product, self.embed_scale = product, scale
-
-    @property
-    def weight(self) -> Tensor:
-        """(V, D), unpacked at each call."""
-        return self.product.weight
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return self.product.rows_of(token_ids) * self.embed_scale
 
 
 def _store_embedding(model: Any, tied: Product | None, *, in_8_bits: bool) -> bool:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import HeadKVCache, LayerConfig, TransformerLayer
+from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import AllAtOnceHead, EmbeddingConfig, Root
+from draftheads.heads.history import HeadKVCache
 from draftheads.heads.layers import ResidualBlock, fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 from draftheads.speculation.draft import Context

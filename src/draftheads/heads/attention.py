@@ -1,4 +1,4 @@
-"""Transformer layers for draft heads, sized as the target's, and the keys and values of the texts that they read.
+"""Transformer layers for draft heads, sized as the target's.
 
 Alphabet: B rows, S queries, C slots of a history, H query heads, G key-value heads,
 d their size, D hidden size.
@@ -7,19 +7,19 @@ d their size, D hidden size.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads.cpu.layer_parts import SILU, Heads, LayerParts, Outputs, Sizes
+from draftheads.cpu.native_step import DescribedLayers, NativeStep, native_step
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import EmbeddingConfig, HeadConfig
+from draftheads.heads.history import HeadKVCache, KeysValues, Places
 from draftheads.heads.layers import zero_linear
-from draftheads.utils.counts import counted, rounded_up
-from draftheads.utils.transfer import to_device
-
-_BLOCK_SLOTS = 128  # a history grows by as many slots as the target's cache
+from draftheads.utils.counts import counted
 
 
 @dataclass(frozen=True)
@@ -108,126 +108,17 @@ class MaskedConfig(SeveralLayersConfig):
             )
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of some tokens; the leading dimensions differ."""
-
-    keys: Tensor  # (…, G, d)
-    values: Tensor  # (…, G, d)
-
-
-class HeadKVCache:
-    """Keys and values of all accepted tokens of the rows at work, for each of some layers.
-
-    Slots are positions. What is written beyond a row's count is not kept: the next write begins there.
-    A layer with a window W keeps the last W tokens: position p is in slot 1 + p mod W, and slot 0 has what is not kept.
-
-    Args:
-        num_layers: as many layers.
-        windows: of each layer, in tokens; 0 keeps all. All are 0 when left out.
-    """
-
-    def __init__(self, num_layers: int, windows: Sequence[int] = ()) -> None:
-        self.layers: list[KeysValues | None] = [None] * num_layers
-        self.windows = [*windows] or [0] * num_layers
-        self.counts = torch.zeros(0, dtype=torch.long)  # (B,) tokens of each row
-        self.lengths: list[int] = []  # the same on the host
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths)
-
-    def join(self, batch: int, device: torch.device) -> None:
-        """New rows stand behind the old ones, with nothing kept."""
-        if batch == self.num_rows:
-            return
-        new = torch.zeros(batch - self.num_rows, dtype=torch.long, device=device)
-        self.counts = torch.cat([self.counts, new]) if self.lengths else new
-        self.lengths += [0] * len(new)
-
-    def span(self, rows: slice, length: int) -> tuple[Tensor, int]:
-        """Positions of the next ``length`` tokens of some rows, (rows, length), and how many slots they make."""
-        positions = self.counts[rows, None] + torch.arange(length, device=self.counts.device)
-        return positions, max(self.lengths[rows]) + length
-
-    def write(
-        self, layer: int, rows: slice, new: KeysValues, positions: Tensor, longest: int, *, ends: Tensor | None = None
-    ) -> KeysValues:
-        """Puts keys and values of some rows at positions (rows, P); returns those rows' slots up to ``longest``.
-
-        Of a layer with a window, only positions from 0 to ``ends`` (rows,) are kept, which is how long the texts are.
-        """
-        if (window := self.windows[layer]) and ends is not None:
-            is_kept = (positions >= (ends[:, None] - window).clamp(min=0)) & (positions < ends[:, None])
-            positions = torch.where(is_kept, positions % window + 1, 0)
-            longest = min(longest, window) + 1
-        kept = self._with_room(layer, new, longest)
-        index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
-        for old, values in zip(kept, new, strict=True):
-            old[index, positions] = values
-        return KeysValues(*(part[rows, :longest] for part in kept))
-
-    def accepted(self) -> tuple[list[KeysValues], Tensor]:
-        """What is kept of each layer: slots (B, C, G, d), and a mask (B, C) of those that count."""
-        longest = max(self.lengths)
-        seen = [KeysValues(*(part[: self.num_rows, :longest] for part in kept)) for kept in self.layers if kept]
-        return seen, torch.arange(longest, device=self.counts.device) < self.counts[:, None]
-
-    def placed(self) -> tuple[list[KeysValues], list[Tensor]]:
-        """What is kept of each layer, slots (B, C, G, d), and the slots' positions (1 or B, C), below 0 where empty."""
-        longest, last = max(self.lengths), self.counts[:, None] - 1
-        seen, places = [], []
-        for kept, window in zip(self.layers, self.windows, strict=True):
-            if kept is not None:
-                slots = torch.arange(min(longest, window or longest), device=last.device)
-                first = int(window > 0)
-                seen.append(KeysValues(*(part[: self.num_rows, first : first + len(slots)] for part in kept)))
-                places.append(last - (last - slots) % window if window else slots[None])
-        return seen, places
-
-    def accept(self, rows: slice, counts: Tensor, lengths: Sequence[int]) -> None:
-        """So many of the tokens written last are kept: (rows,), on the device and on the host."""
-        self.counts[rows] += counts
-        self.lengths[rows] = [old + new for old, new in zip(self.lengths[rows], lengths, strict=True)]
-
-    def keep(self, rows: Tensor) -> None:
-        """Rows left or moved: row ``rows[i]`` is row i from now on. Slots that no row needs any more are freed."""
-        for layer, kept in enumerate(self.layers):
-            if kept is not None:
-                self._with_room(layer, kept, 0)  # also for rows that have joined, of which nothing is written yet
-        self.lengths = [self.lengths[row] for row in rows.tolist()]
-        rows = to_device(rows, self.counts.device)
-        self.counts = self.counts[rows]
-        num_slots = rounded_up(max(self.lengths, default=0) + any(self.windows), _BLOCK_SLOTS)
-        self.layers = [
-            None if kept is None else KeysValues(*(part[rows, :num_slots] for part in kept)) for kept in self.layers
-        ]
-
-    def _with_room(self, layer: int, new: KeysValues, longest: int) -> KeysValues:
-        """The layer's buffers, for all rows and ``longest`` slots at least."""
-        kept = self.layers[layer]
-        if kept is not None and kept.keys.shape[0] >= self.num_rows and kept.keys.shape[1] >= longest:
-            return kept
-        capacity = longest if kept is None else max(longest, kept.keys.shape[1])
-        size = (self.num_rows, rounded_up(capacity, _BLOCK_SLOTS))
-        grown = KeysValues(*(part.new_zeros(*size, *part.shape[2:]) for part in new))
-        if kept is not None:
-            for old, part in zip(kept, grown, strict=True):
-                part[: old.shape[0], : old.shape[1]] = old
-        self.layers[layer] = grown
-        return grown
-
-
 class RmsNorm(nn.Module):
     """x / rms(x) · w, computed in fp32."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
+        self.eps = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        return scaled_to_unit(x, self.epsilon) * self.weight
+        return scaled_to_unit(x, self.eps) * self.weight
 
 
 def scaled_to_unit(x: Tensor, epsilon: float) -> Tensor:
@@ -296,7 +187,7 @@ class TransformerLayer(nn.Module):
         q, k, v = every.view(*x.shape[:2], -1, self.config.head_size).split([heads, groups, groups], 2)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
-            q, k = _rotated(q, positions, self.config), _rotated(k, positions, self.config)
+            q, k = _rotated(torch.cat([q, k], 2), positions, self.config).split([heads, groups], 2)
         return q, KeysValues(k, v)
 
     def read(self, x: Tensor) -> Tensor:
@@ -314,13 +205,29 @@ class TransformerLayer(nn.Module):
         x = x + self.o_proj(attended.flatten(2))
         return x + self.feed_forward(self.middle_norm(x))
 
-    def step(self, x: Tensor, history: HeadKVCache, layer: int, rows: slice) -> Tensor:
+    def parts(self) -> LayerParts:
+        """What it computes, for the native library."""
+        own, middle = self.config, self.feed_forward
+        norms = (self.input_norm, self.q_norm, self.k_norm)
+        norm, *head_norms = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
+        sizes = own.num_attention_heads, own.num_key_value_heads, own.head_size
+        return LayerParts(
+            norms=(norm, None, self.middle_norm, None),
+            qkv=tuple(map(Outputs, (self.q_proj, self.k_proj, self.v_proj))),
+            out=Outputs(self.o_proj),
+            heads=Heads(*sizes, scaling=own.head_size**-0.5),
+            head_norms=tuple(head_norms),
+            feed_forward=tuple(map(Outputs, (middle.gate_proj, middle.up_proj, middle.down_proj))),
+            sizes=Sizes(gate=(SILU, 0.0, 0.0)),
+            turns=self.rotary,
+        )
+
+    def step(self, x: Tensor, history: HeadKVCache, layer: int, rows: slice, places: Places | None = None) -> Tensor:
         """(B, P, D) -> (B, P, D), the next tokens of some rows; their keys and values go into the history."""
-        positions, longest = history.span(rows, x.shape[1])
-        q, new = self.project(x, positions)
-        seen = history.write(layer, rows, new, positions, longest)
-        back = positions[:, :, None] - torch.arange(longest, device=positions.device)  # (rows, P, longest)
-        mask = (back >= 0) & (back < self.window) if self.window else back >= 0
+        at = places or history.places(rows, x.shape[1])
+        q, new = self.project(x, at.positions)
+        seen = history.write(layer, rows, new, at.slots, at.longest)
+        mask = (at.back >= 0) & (at.back < self.window) if self.window else at.back >= 0
         return self.finish(x, attend(q, seen, mask))
 
     def forward(self, x: Tensor, *, causal: bool = True) -> Tensor:
@@ -328,6 +235,15 @@ class TransformerLayer(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)[None]
         q, seen = self.project(x, positions)
         return self.finish(x, attend(q, seen, causal=causal))
+
+
+def native_layers(layers: Sequence[TransformerLayer]) -> NativeStep | None:
+    """Layers whose products are packed, one after the other, for the native library; None if it has no such layers."""
+    if not layers or any(type(layer) is not TransformerLayer or layer.window for layer in layers):
+        return None
+    config, norm = layers[0].config, layers[0].middle_norm  # as the final norm, whose outputs are not used
+    described = DescribedLayers([layer.parts() for layer in layers], norm, _Rotary(config))
+    return native_step(described, [0] * len(layers))
 
 
 def attend(queries: Tensor, seen: KeysValues, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
@@ -421,19 +337,35 @@ def through_blocks(
     return x.unflatten(1, (count, rows))
 
 
-def _rotated(x: Tensor, positions: Tensor, config: LayerConfig) -> Tensor:
-    """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32 (RoPE, Su et al. 2021)."""
+def _turns(positions: Tensor, config: LayerConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions (1 or B, S), each (1 or B, S, d/2) in fp32 (RoPE, Su et al. 2021)."""
     size, device = config.head_size, positions.device
     if config.rope_frequencies is None:
         speeds = config.rope_theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     else:
         speeds = _on_device(tuple(config.rope_frequencies), device)
-    angles = positions[..., None, None].float() * speeds  # (1 or B, S, 1, d/2)
+    angles = positions[..., None].float() * speeds
     cos, sin = angles.cos(), angles.sin()
-    if config.rope_scale != 1.0:
-        cos, sin = cos * config.rope_scale, sin * config.rope_scale
+    return (cos, sin) if config.rope_scale == 1.0 else (cos * config.rope_scale, sin * config.rope_scale)
+
+
+def _rotated(x: Tensor, positions: Tensor, config: LayerConfig) -> Tensor:
+    """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32."""
+    cos, sin = (part[:, :, None] for part in _turns(positions, config))
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class _Rotary:
+    """The same in the form of transformers' modules."""
+
+    rope_type = "default"
+
+    def __init__(self, config: LayerConfig) -> None:
+        self._config = config
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.cat([part, part], -1) for part in _turns(positions, self._config))
 
 
 @lru_cache(maxsize=64)

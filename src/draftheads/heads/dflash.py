@@ -19,15 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import (
-    HeadKVCache,
-    KeysValues,
-    MaskedConfig,
-    RmsNorm,
-    TransformerLayer,
-    through_blocks,
-)
+from draftheads.heads.attention import MaskedConfig, RmsNorm, TransformerLayer, through_blocks
 from draftheads.heads.base import AllAtOnceHead, Root
+from draftheads.heads.history import HeadKVCache, KeysValues
 from draftheads.heads.layers import first_texts, fusion, linear_fit, low_rank_fit
 from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import Context

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.attention import HeadKVCache, KeysValues, LayerConfig, TransformerLayer, attend, attend_with_path
+from draftheads.heads.attention import LayerConfig, TransformerLayer, attend, attend_with_path
 from draftheads.heads.base import EmbeddingConfig
+from draftheads.heads.history import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import PathHead, last_of, next_tokens
 from draftheads.speculation.draft import Context

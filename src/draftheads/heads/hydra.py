@@ -5,6 +5,7 @@ text. The layer, "of the target's own kind", is Llama's kind with the target's s
 a layer of GPT-2 or Gemma has beside attention and a feed-forward part (biases, other norms) is not copied.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.heads.attention import HeadKVCache, LayerConfig, RmsNorm, TransformerLayer
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
+from draftheads.heads.history import HeadKVCache
 from draftheads.heads.layers import ResidualBlock, fusion, zero_linear
 from draftheads.heads.stateful import StatefulHead, last_of
 from draftheads.speculation.draft import Context, TargetWeights
@@ -114,6 +116,8 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
         """(B, T, D), (B, T) -> (K, B, T, D)."""
         return super().forward(self.prefix_norm(self.prefix(hidden)), token_ids)
 
+    def ordered_layers(self) -> Sequence[TransformerLayer]:
+        return [self.prefix]
+
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
-        states = self.prefix.step(context.hidden, history, 0, rows)
-        return self.prefix_norm(last_of(states, context.num_accepted))
+        return self.prefix_norm(last_of(self.step(context.hidden, rows, history), context.num_accepted))

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.cpu.optimise import GROUPED_ATTENTION
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import HeadKVCache, KeysValues
-from draftheads.heads.base import HeadConfig, Root
+from draftheads.heads.base import HeadConfig
+from draftheads.heads.history import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
-from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
+from draftheads.heads.stateful import PathHead, last_of, next_tokens
 from draftheads.speculation.draft import Context, TargetWeights
 
 Keep = Callable[[KeysValues], KeysValues]  # stores keys and values (B, S, G, d), and returns all (B, C, G, d)
@@ -114,19 +114,10 @@ class MtpConfig(HeadConfig):
             decoder_of(self.layer, self.hidden_size)
 
 
-class MtpState(NamedTuple):
-    """W nodes of a depth. All nodes so far have slots of the history, behind those of the text."""
-
-    states: Tensor  # (B, W, D) h' there
-    seen: Tensor  # (B, W, N) which of the N nodes so far each of them sees: those on its path
-    history: HeadKVCache
-
-
-class MtpHead(StatefulHead):
+class MtpHead(PathHead):
     """The layer reads fc([norm(E(x_{t+1})); norm(h_t)]), and then the same of draft tokens and its own outputs h'."""
 
     predicts_hidden_states: ClassVar[bool] = False
-    shares_layers: ClassVar[bool] = True
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config, num_layers=1)
@@ -177,31 +168,12 @@ class MtpHead(StatefulHead):
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """The h' after the root, (rows, D)."""
         x = self.inputs(next_tokens(context), context.hidden)
-        positions, longest = history.span(rows, x.shape[1])
-        mask = torch.arange(longest, device=x.device) <= positions[:, :, None]
-        features = self.layer(x, positions, mask, partial(history.write, 0, rows, positions=positions, longest=longest))
-        return self.norm(last_of(features, context.num_accepted))
+        return last_of(self.step(x, rows, history), context.num_accepted)
 
-    def begin(self, root: Root, depth: int) -> MtpState:
-        """The roots, which the history has."""
-        states = root.states[:, None]
-        return MtpState(states, states.new_zeros(len(states), 1, 0, dtype=torch.bool), root.history)
-
-    def predict(self, state: MtpState, depth: int) -> Tensor:
-        """Logits of the tokens behind each node, (B, W, V')."""
-        return self.logits(state.states, depth)
-
-    def descend(self, state: MtpState, depth: int, parents: Tensor, token_ids: Tensor) -> MtpState:
-        """One pass for all chosen children; the next tokens of the text will overwrite their slots."""
-        (batch, width), history, device = token_ids.shape, state.history, token_ids.device
-        rows, num_above = torch.arange(batch, device=device)[:, None], state.seen.shape[2]
-        itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
-        seen = torch.cat([state.seen[rows, parents], itself], 2)  # (B, W', N + W')
-        longest = max(history.lengths) + num_above + width
-        slots = history.counts[:, None] + torch.arange(num_above + width, device=device)  # (B, N + W')
-        mask = (torch.arange(longest, device=device) < history.counts[:, None])[:, None].repeat(1, width, 1)
-        mask.scatter_(2, slots[:, None].expand_as(seen), seen)
-        x = self.inputs(token_ids, state.states[rows, parents])
-        positions = (history.counts[:, None] + depth).expand_as(token_ids)
-        keep = partial(history.write, 0, slice(0, batch), positions=slots[:, num_above:], longest=longest)
-        return MtpState(self.norm(self.layer(x, positions, mask, keep)), seen, history)
+    def step(
+        self, x: Tensor, rows: slice, history: HeadKVCache, *, depth: int = 0, seen: Tensor | None = None
+    ) -> Tensor:
+        """(rows, P, D) -> h' (rows, P, D)."""
+        at = history.places(rows, x.shape[1], depth=depth, seen=seen)
+        keep = partial(history.write, 0, rows, positions=at.slots, longest=at.longest)
+        return self.norm(self.layer(x, at.positions, at.back >= 0, keep))

@@ -14,16 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.attention import (
-    HeadKVCache,
-    KeysValues,
-    MaskedConfig,
-    TransformerLayer,
-    attend,
-    through_blocks,
-)
+from draftheads.heads.attention import MaskedConfig, TransformerLayer, attend, through_blocks
 from draftheads.heads.base import AllAtOnceHead, Root
 from draftheads.heads.eagle3 import Eagle3Layer, FusedConfig, FusedHead
+from draftheads.heads.history import HeadKVCache, KeysValues
 from draftheads.heads.layers import first_texts, linear_fit, low_rank_fit
 from draftheads.heads.stateful import last_of, next_tokens
 from draftheads.speculation.draft import Context
@@ -153,11 +147,12 @@ class PEagleHead(AllAtOnceHead, FusedHead):
             features.append(torch.zeros_like(x).scatter(1, index, rows))
         return self.outputs(torch.stack(features))
 
+    def ordered_layers(self) -> Sequence[TransformerLayer]:
+        return [*self.layers]
+
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         x = self.inputs(next_tokens(context), self.states(context.hidden))
-        for number, layer in enumerate(self.layers):
-            x = layer.step(x, history, number, rows)
-        return last_of(x, context.num_accepted)
+        return last_of(self.step(x, rows, history), context.num_accepted)
 
     def begin(self, root: Root, depth: int) -> Any:
         """Logits of all depths, (depth, B, V'): one pass over as many masks as the tree needs."""

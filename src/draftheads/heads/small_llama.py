@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.attention import HeadKVCache, LayerConfig, RmsNorm, TransformerLayer
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig
+from draftheads.heads.history import HeadKVCache
 from draftheads.heads.stateful import PathHead, last_of, next_tokens
 from draftheads.speculation.draft import Context, TargetWeights
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.heads.attention import HeadKVCache, KeysValues, LayerConfig, TransformerLayer, attend_with_path
+from draftheads.cpu.native_step import NativeStep
+from draftheads.heads.attention import LayerConfig, TransformerLayer, native_layers
 from draftheads.heads.base import DraftHead, HeadConfig, HeadSession, Root
-from draftheads.speculation.draft import Context
+from draftheads.heads.history import BLOCK_SLOTS, HeadKVCache, NativeKVCache
+from draftheads.speculation.draft import Context, TargetWeights
 
 _MOST_PENDING = 512  # tokens of a row that are put aside: they take memory, and reading them delays other rows
 
@@ -24,14 +26,29 @@ class StatefulHead(DraftHead):
 
     needs_history = True
     reads_whole_text = True
+    native: NativeStep | None = None  # the layers, where the native library has them
 
     def __init__(self, config: HeadConfig, num_layers: int) -> None:
         super().__init__(config)
         self.num_history_layers = num_layers
 
+    def ordered_layers(self) -> Sequence[TransformerLayer]:
+        """The layers of :meth:`step`, as many as the history has."""
+        return ()
+
+    def bind(self, weights: TargetWeights) -> None:
+        """As any head's; the native layers are made anew by :meth:`speed_up`."""
+        super().bind(weights)
+        self.native = None
+
+    def speed_up(self) -> None:
+        """Also by one call of the native library for all layers, unless a class has a :meth:`step` of its own."""
+        super().speed_up()
+        self.native = native_layers(self.ordered_layers()) if type(self).step is StatefulHead.step else None
+
     def new_history(self) -> HeadKVCache:
         """An empty one."""
-        return HeadKVCache(self.num_history_layers)
+        return HeadKVCache(self.num_history_layers) if self.native is None else NativeKVCache(self.native)
 
     def start(self) -> "StatefulSession":
         """A session with an empty history."""
@@ -40,9 +57,33 @@ class StatefulHead(DraftHead):
     @property
     def bytes_per_slot(self) -> int:
         """Memory of the keys and values of one token."""
+        if self.native is not None:
+            return self.native.bytes_per_token
         config: LayerConfig = self.config  # type: ignore[assignment]
         numbers = 2 * self.num_history_layers * config.num_key_value_heads * config.head_size
         return numbers * self.dtype.itemsize
+
+    def step(
+        self, x: Tensor, rows: slice, history: HeadKVCache, *, depth: int = 0, seen: Tensor | None = None
+    ) -> Tensor:
+        """Tokens of some rows through all layers.
+
+        Args:
+            x: (rows, P, D or 2·D) what the first layer reads.
+            rows: which ones.
+            history: of all rows, to which keys and values go.
+            depth: for draft tokens as in :meth:`HeadKVCache.places`.
+            seen: (rows, P, N) the same.
+
+        Returns:
+            (rows, P, D).
+        """
+        if isinstance(history, NativeKVCache):
+            return history.run(x, rows, depth=depth, seen=seen)
+        places = history.places(rows, x.shape[1], depth=depth, seen=seen)
+        for number, layer in enumerate(self.ordered_layers()):
+            x = layer.step(x, history, number, rows, places)
+        return x
 
     @abstractmethod
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
@@ -59,13 +100,11 @@ class StatefulHead(DraftHead):
 
 
 class PathState(NamedTuple):
-    """W nodes of a depth of a :class:`PathHead`."""
+    """W nodes of a depth of a :class:`PathHead`. All N nodes so far have slots of the history, behind the text's."""
 
     features: Tensor  # (B, W, D) the last layer's outputs there
-    paths: list[KeysValues]  # of each layer, (B, W, depth, G, d) of the nodes on the way there
-    seen: list[KeysValues]  # of each layer, (B, C, G, d) of the text
-    mask: Tensor  # (B, C) which of them count
-    counts: Tensor  # (B,) tokens of the text
+    seen: Tensor  # (B, W, N) which of the nodes so far each of them sees: those on its path
+    history: HeadKVCache
 
 
 class PathHead(StatefulHead):
@@ -76,9 +115,9 @@ class PathHead(StatefulHead):
 
     shares_layers: ClassVar[bool] = True
 
-    @abstractmethod
-    def ordered_layers(self) -> Sequence[TransformerLayer]:
-        """As many as the history has."""
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Memory of draft tokens, which have slots behind the texts: a block for each row."""
+        return num_rows * BLOCK_SLOTS * self.bytes_per_slot
 
     @abstractmethod
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
@@ -92,17 +131,10 @@ class PathHead(StatefulHead):
         """What the lm_head reads, of the last layer's outputs: (…, D) -> (…, D)."""
         return features
 
-    def step(self, x: Tensor, rows: slice, history: HeadKVCache) -> Tensor:
-        """Inputs x of the next tokens of some rows through all layers: (B, P, D or 2·D) -> (B, P, D)."""
-        for number, layer in enumerate(self.ordered_layers()):
-            x = layer.step(x, history, number, rows)
-        return x
-
     def begin(self, root: Root, depth: int) -> PathState:
-        """The roots."""
-        seen, mask = root.history.accepted()
-        nothing = [KeysValues(*(part[:, None, :0] for part in layer)) for layer in seen]
-        return PathState(root.states[:, None], nothing, seen, mask, root.history.counts)
+        """The roots, which the history has."""
+        features = root.states[:, None]
+        return PathState(features, features.new_zeros(len(features), 1, 0, dtype=torch.bool), root.history)
 
     def predict(self, state: PathState, depth: int) -> Tensor:
         """(B, W, V')."""
@@ -110,22 +142,12 @@ class PathHead(StatefulHead):
 
     def descend(self, state: PathState, depth: int, parents: Tensor, token_ids: Tensor) -> PathState:
         """One pass for all chosen children, each with its own path."""
-        rows = torch.arange(len(parents), device=parents.device)[:, None]
+        batch, width = parents.shape
+        rows = torch.arange(batch, device=parents.device)[:, None]
+        itself = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        seen = torch.cat([state.seen[rows, parents], itself], 2)  # (B, W', N + W')
         x = self.inputs(token_ids, self.fed_back(state.features[rows, parents]))  # (B, W', D or 2·D)
-        positions = (state.counts[:, None] + depth).expand(-1, x.shape[1])
-        paths = []
-        for layer, above, seen in zip(self.ordered_layers(), state.paths, state.seen, strict=True):
-            queries, new = layer.project(x, positions)
-            both = zip(above, new, strict=True)
-            path = KeysValues(*(torch.cat([old[rows, parents], part[:, :, None]], 2) for old, part in both))
-            visible, of_path = state.mask, None
-            if layer.window:
-                steps = torch.arange(max(visible.shape[1], depth + 1), device=visible.device)
-                visible = visible & (positions[:, :1] - steps[: visible.shape[1]] < layer.window)
-                of_path = (depth - steps[: depth + 1] < layer.window)[None]
-            x = layer.finish(x, attend_with_path(queries, seen, visible[:, None], path, of_path))
-            paths.append(path)
-        return state._replace(features=x, paths=paths)
+        return PathState(self.step(x, slice(0, batch), state.history, depth=depth, seen=seen), seen, state.history)
 
 
 class StatefulSession(HeadSession):

@@ -15,10 +15,10 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
+from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, RoundedEmbedding
 from draftheads.cpu.native_library import single_torch_thread
 from draftheads.cpu.native_step import FINAL_NORMS, NativeStep, native_step
-from draftheads.cpu.optimise import TYPICAL_TEXT, RoundedEmbedding, speed_up
+from draftheads.cpu.optimise import TYPICAL_TEXT, speed_up
 from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.models.chat_template import unused_token
 from draftheads.models.file_checks import check_quantisation

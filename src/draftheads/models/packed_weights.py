@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftheads.cpu.kernels import Native, PackedLinear, restored
+from draftheads.cpu.kernels import Native, PackedLinear, RoundedEmbedding, restored
 from draftheads.cpu.native_library import FILE, load_library
-from draftheads.cpu.optimise import RoundedEmbedding, restore
+from draftheads.cpu.optimise import restore
 from draftheads.errors import CacheWarning, InvalidSettings, StorageError, first_line
 from draftheads.models.fingerprint import WeightFacts
 from draftheads.utils.cache import cache_folder

@@ -31,8 +31,7 @@ class NativeRunner(Runner):
         if known is not None:
             [old] = known
             row.length = old.shape[3]
-            row.memory = self.native.memory(whole_blocks(row.length + 1))
-            row.memory[..., : row.length, :] = old
+            row.memory = self.native.memory(whole_blocks(row.length + 1), old)
         self._rows.add(row)
         return row
 
@@ -40,7 +39,7 @@ class NativeRunner(Runner):
     def read(self, rows: Sequence[Row], token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
         lengths = [row.length for row in rows]
         for row, ids in zip(rows, token_ids, strict=True):
-            _reserve(row, row.length + len(ids))
+            self._reserve(row, row.length + len(ids))
         with self._undone(rows):
             return self._read(rows, lengths, token_ids)
 
@@ -76,15 +75,14 @@ class NativeRunner(Runner):
     def _verified(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
         """h_t (B, N, D) and hidden states (B, N, D or n·D)."""
         batch, nodes = len(rows), draft.num_nodes
-        texts, numbers = torch.arange(batch).repeat_interleave(nodes), torch.arange(nodes).repeat(batch)
         for row in rows:
-            _reserve(row, row.length + nodes)
+            self._reserve(row, row.length + nodes)
         of_rows = SequenceBatch(
             [row.memory for row in rows],
             [row.length for row in rows],
             [nodes] * batch,
             draft.depths.expand(batch, nodes).flatten().int(),
-            ancestor_bits(draft.ancestors, texts, numbers),
+            ancestor_bits(draft.ancestors, batch),
         )
         last, hidden = self._pass(rows, draft.token_ids.flatten(), of_rows)
         return last.view(batch, nodes, -1), hidden.view(batch, nodes, -1)
@@ -128,6 +126,9 @@ class NativeRunner(Runner):
                 row.states.states, row.states.accepted = states, accepted
             raise
 
+    def _reserve(self, row: Row, num_tokens: int) -> None:
+        row.memory = self.native.memory(whole_blocks(num_tokens), row.memory)
+
     def _pass(self, rows: Sequence[Row], tokens: Tensor, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,)."""
         if self.native.has_states:
@@ -146,10 +147,3 @@ def _next_counts(left: Sequence[int]) -> dict[int, int]:
             counts[place] = count
             room -= count
     return counts
-
-
-def _reserve(row: Row, num_tokens: int) -> None:
-    old = row.memory
-    if num_tokens > old.shape[3]:
-        row.memory = old.new_zeros(*old.shape[:3], whole_blocks(num_tokens), old.shape[4])
-        row.memory[..., : old.shape[3], :] = old

@@ -305,12 +305,12 @@ struct Pass {
     const int32_t *lengths;     // (texts,) how many tokens each text has before the pass
     const int32_t *counts;      // (texts,) tokens of each text in the pass
     const int32_t *depths;      // (tokens,) levels below the first token of the same text
-    const uint64_t *ancestors;  // (tokens, words): bit m: sees the m-th token of its text; null: all of the text before it, and itself
+    const uint64_t *ancestors;  // (tokens, words): bit m: sees the m-th node of its text; null: all of the text before it, and itself
     const float *cos, *sin;     // (tables, num_turns, turned), of positions 0, 1, ..., or of the tokens
     int32_t num_turns;
     int32_t of_tokens;          // whether of the tokens
     int32_t last_position;      // texts that are longer stay at it
-    int32_t unused;
+    int32_t drafted;            // nodes of each text's tree that earlier passes left behind it; those of this pass follow
     const int32_t *kept_layers;  // (kept,) whose inputs are kept
     void *kept_states;           // (tokens, kept, size)
     void *states;                // (tokens, size): after the last layer's norm
@@ -466,10 +466,10 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
     static thread_local std::vector<float> scratch;
     static thread_local std::vector<Query> queries;
     queries.clear();
-    lists.resize(int64_t(count) * (first_token + count - text));
+    lists.resize(int64_t(count) * (p.drafted + first_token + count - text));
     int64_t most = 0, listed_before = 0;
     for (int token = first_token; token < first_token + count; token++) {
-        const int node = token - text, position = length + p.depths[token];
+        const int node = p.drafted + token - text, position = length + p.depths[token];
         const int from = layer.window ? std::max(0, position - layer.window + 1) : 0;
         int32_t *list = lists.data() + listed_before;
         int end = length, listed = 0;
@@ -478,7 +478,7 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
         } else {
             const uint64_t *bits = p.ancestors + int64_t(token) * p.words;
             for (int other = 0; other <= node; other++)
-                if ((bits[other / 64] >> (other % 64) & 1) && length + p.depths[text + other] >= from)
+                if ((bits[other / 64] >> (other % 64) & 1) && (other < p.drafted || length + p.depths[text + other - p.drafted] >= from))
                     list[listed++] = length + other;
         }
         listed_before += listed;
@@ -513,7 +513,7 @@ void turn_and_store(const Work &work, const Layer &layer, int index, int token) 
     };
     for (int head = 0; head < m.heads; head++) turn(queries + int64_t(head) * m.query_step, layer.query_norm);
     for (int group = 0; group < m.groups; group++) turn(keys + int64_t(group) * m.key_step, layer.key_norm);
-    const int64_t at = (t.length + token - t.first) * int64_t(size) * bytes_of(m.cache_kind);
+    const int64_t at = (t.length + p.drafted + token - t.first) * int64_t(size) * bytes_of(m.cache_kind);
     for (int group = 0; group < m.groups; group++) {
         const int64_t step = int64_t(group) * m.key_step;
         kernels->store(m.cache_kind, keys + step, size, keys_at(m, p, t.text, index, group) + at);
@@ -1188,7 +1188,7 @@ const char *draftheads_layout() {
         FIELD(Pass, tokens), FIELD(Pass, texts), FIELD(Pass, words), FIELD(Pass, kept), FIELD(Pass, ids), FIELD(Pass, memory),
         FIELD(Pass, slots), FIELD(Pass, lengths), FIELD(Pass, counts), FIELD(Pass, depths), FIELD(Pass, ancestors),
         FIELD(Pass, cos), FIELD(Pass, sin), FIELD(Pass, num_turns), FIELD(Pass, of_tokens), FIELD(Pass, last_position),
-        FIELD(Pass, unused), FIELD(Pass, kept_layers), FIELD(Pass, kept_states), FIELD(Pass, states),
+        FIELD(Pass, drafted), FIELD(Pass, kept_layers), FIELD(Pass, kept_states), FIELD(Pass, states),
         FIELD(Pass, states_of_texts), FIELD(Pass, records), FIELD(Pass, old_records), FIELD(Pass, record_slots),
         FIELD(Pass, old_slots), FIELD(Pass, accepted_first), FIELD(Pass, accepted),
         FIELD(HeadLayer, weight), FIELD(HeadLayer, base), FIELD(HeadLayer, has_base), FIELD(Depth, first_layer),
