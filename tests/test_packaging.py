@@ -1,4 +1,4 @@
-"""The wheels: two heads in draftheads, nine in draftheads-zoo, and no head in both."""
+"""The wheels: two heads in draftheads, eight in draftheads-zoo, and no head in both."""
 
 import ctypes
 import importlib.util

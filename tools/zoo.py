@@ -7,8 +7,9 @@
 4. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
 5. ``python tools/zoo.py cards bench.json …`` writes later comparisons into the cards of the bundled heads.
 
-A head that starts from another one makes two passes over the text, the others four. The heads in the package were
-trained on less text. The command in a head's card shows its own settings.
+A head that starts from another one makes two passes over the text, the others four. The heads in the package but
+``eagle`` were trained on less text. The command in a head's card shows its own settings. ``data.md`` tells of
+research/text: write another one before you bundle a head of other text.
 
 Training options behind ``--`` are for all heads: ``-- --max-tokens 1000000 --epochs 1``.
 """
@@ -29,6 +30,8 @@ from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.head_files import CARD_FILE, CONFIG_FILE, HEAD_FILES
 from draftheads.cli.main import main as draftheads
 from draftheads.errors import DraftHeadsError
+from draftheads.heads import head_classes
+from draftheads.heads.attention import SeveralLayersConfig
 from draftheads.train.options import TrainOptions
 from draftheads.utils.files import atomic_directory, write_atomic
 
@@ -42,12 +45,12 @@ HEADS: Mapping[str, str] = {
     "hydra++": "--num-heads 3 --num-layers 4",  # not from hydra, whose training loss is already low
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
+    # not tried from scratch; its card tells how the bundled one learned
     "eagle": "--num-heads 3 --optimizer muon --batch-tokens 2048 --draft-vocab-size 12288",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
     "dspark": "--num-heads 4 --num-layers 2 --head-options gated=false markov_rank=64",  # llama.cpp knows no gate
 }
-READ_LAYERS = ("eagle3", "dspark")  # of the target, beside the last hidden states
 _SECTION = "## Side by side with others"
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 165e6
 _NOT_SHOWN = frozenset(  # paths on this machine, and options that do not change the head
@@ -80,7 +83,8 @@ class Train:
                 if not folder.is_dir():
                     sys.exit(f"{name} starts from {start}, which is not in {self.work}: train {start} first")
                 settings[-1] = str(folder)
-            features = self.work / ("features-layers" if name in READ_LAYERS else "features")
+            reads_layers = issubclass(head_classes(name)[0], SeveralLayersConfig)
+            features = self.work / ("features-layers" if reads_layers else "features")
             files = ["--data", *map(str, self.data), "--features", str(features)]
             arguments = ["train", "--method", name, *settings, *files, *more]
             if code := draftheads([*arguments, "--out", str(self.work / name), "--resume"]):

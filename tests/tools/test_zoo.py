@@ -15,7 +15,7 @@ from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.main import read_options
 from draftheads.heads import head_classes, parse_head_options
-from draftheads.heads.attention import LayerConfig
+from draftheads.heads.attention import LayerConfig, SeveralLayersConfig
 from draftheads.models.model import TargetModel
 from training_world import chat_model, counting_chats, tool_module, write_chats
 
@@ -120,13 +120,13 @@ def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any):
         config_class, head_class = head_classes(name)
         more = {
             **(layer if issubclass(config_class, LayerConfig) else {}),
-            **({"layers": [2, 15, 27]} if name in tool.READ_LAYERS else {}),
+            **({"layers": [2, 15, 27]} if issubclass(config_class, SeveralLayersConfig) else {}),
             **parse_head_options(name, options.head_options),
         }
-        own = {"num_heads": options.num_heads, "num_layers": options.num_layers, "draft_vocab_size": 6144}
+        own = {name: getattr(options, name) for name in ("num_heads", "num_layers", "draft_vocab_size")}
         with torch.device("meta"):
             head = head_class(config_class(**{**sizes, **own, **more}))
-        found.append(2 * sum(parameter.numel() for parameter in head.parameters()) + 8 * 6144)
+        found.append(2 * sum(parameter.numel() for parameter in head.parameters()) + 8 * options.draft_vocab_size)
         start = options.start_from
         assert not start or list(tool.HEADS).index(start) < list(tool.HEADS).index(name)
     assert max(found) < tool.MOST_BYTES

@@ -122,6 +122,42 @@ def test_with_the_lm_head_of_the_model_the_draft_vocabulary_may_change(
     assert min(counts[[*can]]) >= max(counts[[*left]], default=0), "the most frequent ones"
 
 
+def test_a_start_of_the_whole_vocabulary_may_get_a_smaller_one(target: TargetModel, features: Path, tmp_path: Path):
+    store = FeatureStore(features)
+    start = saved(target, options(tmp_path / "first", features, draft_vocab_size=0))
+    head = new_head(
+        options(tmp_path / "out", features, draft_vocab_size=20), target, store, range(len(store)), start=start
+    )
+    assert torch.equal(head.draft_vocab, frequent_tokens(target, store, range(len(store)), 20))
+
+
+def test_another_size_of_the_draft_vocabulary_is_said(target: TargetModel, features: Path, hydra: Path, tmp_path: Path):
+    for size, words in ((20, "; it predicts 36 tokens, and the new head 20"), (0, ", and the new head all"), (36, "")):
+        reporter = FakeProgress()
+        changes = {"start_from": str(hydra), "draft_vocab_size": size, "epochs": 1}
+        train_for(target, options(tmp_path / str(size), features, **changes), reporter)
+        said = next(stage for stage in reporter.stages if stage.startswith("starting from"))
+        assert said.endswith(words or "of the head's parameters")
+
+
+def test_layers_that_are_added_to_eagle_start_as_the_identity(target: TargetModel, features: Path, tmp_path: Path):
+    store = FeatureStore(features)
+    start = saved(target, options(tmp_path / "first", features, method="eagle"))
+    heads = [
+        new_head(
+            options(tmp_path / "out", features, method="eagle", num_layers=layers),
+            target,
+            store,
+            range(len(store)),
+            start=start,
+        )
+        for layers in (1, 2)
+    ]
+    hidden, token_ids = torch.randn(1, 6, target.hidden_size), torch.arange(6)[None]
+    one, two = (head(hidden, token_ids) for head in heads)
+    assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize(
     "changes", [{"num_layers": 3}, {"num_heads": 3}, {"method": "hydra++"}, {"method": "hydra++", "num_layers": 2}]
 )
@@ -215,13 +251,13 @@ def test_a_start_with_other_settings_is_refused(target: TargetModel, features: P
             "medusa",
             {size: 8192, **own},  # of a model with fewer tokens
             {size: 40, **own},
-            "predicts all tokens with weights of each: give --draft-vocab-size 0",
+            f"size is 40, .* of its own for each of {len(VOCAB)} draft tokens: give --draft-vocab-size 0",
         ),
         (
             "dspark",
             block,
             {size: 40, **block},
-            "size is 40, .*predicts 36 tokens with weights of each: give --draft-vocab-size 36",
+            "size is 40, .* of its own for each of 36 draft tokens: give --draft-vocab-size 36",
         ),
     ]
     for number, (method, first, wrong, message) in enumerate(cases):
@@ -303,6 +339,8 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_end_of_text(t
     word = 7  # the id of w0
     assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
     assert frequent_tokens(target, store, [1], 3).tolist() == [0, EOS, word + 5]
+    known = torch.tensor([word + 1, word + 2, word + 4])
+    assert frequent_tokens(target, store, [0, 1], 3, known).tolist() == [EOS, word + 1, word + 2]
 
 
 def test_options_of_one_architecture_are_trained_with_and_saved(target: TargetModel, features: Path, tmp_path: Path):

@@ -71,10 +71,12 @@ class FeedbackHead(PathHead):
 def _attended(queries: Tensor, seen: KeysValues, *path: KeysValues, window: int) -> Tensor:
     """Attention of a pass: over all that the first pass made, and over what later ones made at the same place."""
     (_, length, *_), depth, device = queries.shape, len(path), queries.device
+    if not path and not window:
+        return attend(queries, seen, causal=True)
     known = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
     known = known.triu(1 - window + depth) if window else known
     if not path:
-        return attend(queries, seen, known) if window else attend(queries, seen, causal=True)
+        return attend(queries, seen, known)
     taken = KeysValues(*(torch.stack(parts, 2) for parts in zip(*path, strict=True)))
     of_path = (torch.arange(depth, 0, -1, device=device) <= window)[None] if window else None
     return attend_with_path(queries, seen, known, taken, of_path)

@@ -59,27 +59,25 @@ class Start:
             saved.check(what, theirs, ours, target.model_id, name=f"--start-from {name}", fix=fix)
         return cls(name, saved, tensors)
 
-    def keeps_vocab(self, size: int) -> bool:
-        """Whether a new head with a draft vocabulary of ``size`` tokens, 0 for all, has the one of this head.
+    def has_vocab(self, size: int) -> bool:
+        """Whether it drafts as many tokens as a new head with a draft vocabulary of ``size``, 0 for all."""
+        return self.saved.config.draft_vocab_size == _trimmed(size, self.saved.config.vocab_size)
 
-        Raises:
-            InvalidSettings: it has another one, on which parameters of this head depend, such as its own lm_head.
-        """
-        config, wanted = self.saved.config, size if size < self.saved.config.vocab_size else 0
-        own = config.draft_vocab_size or 0
-        if own == wanted:
-            return True
-        both = (weightless_head(replace(config, draft_vocab_size=each or None)) for each in (own, wanted))
+    def _check_vocab(self, size: int) -> None:
+        """Refuses another draft vocabulary if parameters depend on it, such as those of an lm_head of its own."""
+        config, own = self.saved.config, self.saved.config.draft_vocab_size
+        if self.has_vocab(size):
+            return
+        both = (weightless_head(replace(config, draft_vocab_size=each or None)) for each in (own, size))
         shapes, other_shapes = ({name: value.shape for name, value in head.named_parameters()} for head in both)
         if shapes != other_shapes:
-            predicts = f"{self.name} predicts {counted(own, 'token') if own else 'all tokens'} with weights of each"
-            fix = f"give --draft-vocab-size {own}"
-            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {predicts}: {fix}")
-        return False
+            has = f"{self.name} has weights of its own for each of {counted(config.num_draft_tokens, 'draft token')}"
+            fix = f"give --draft-vocab-size {own or 0}"
+            raise InvalidSettings(f"--draft-vocab-size is {size}, but --start-from {has}: {fix}")
 
     def part_of_new(self, options: TrainOptions, target: TargetModel) -> float:
         """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head."""
-        self.keeps_vocab(options.draft_vocab_size)
+        self._check_vocab(options.draft_vocab_size)
         config = head_config(options, _sizes(target, self, options.draft_vocab_size))
         self._check_meaning(config)
         head = weightless_head(config)
@@ -107,9 +105,8 @@ class Start:
     @torch.no_grad()
     def copy_into(self, head: DraftHead) -> None:
         """Copies all tensors that fit. The others keep their initial values."""
-        buffers = {name: buffer for name, buffer in head.named_buffers() if name in self.tensors}  # such as of a router
-        if not self.keeps_vocab(head.config.draft_vocab_size or 0):
-            buffers.pop("draft_vocab", None)
+        own = self.tensors.keys() - {"draft_vocab"}  # which the new head has already, maybe another one
+        buffers = {name: buffer for name, buffer in head.named_buffers() if name in own}  # such as of a router
         for name, tensor in (buffers | self._fitting(head)).items():
             tensor.copy_(self.tensors[name])
 
@@ -140,9 +137,9 @@ def new_head(
     weights, vocab = in_float32(target.weights), None
     size = options.draft_vocab_size
     known = None if start is None else start.tensors.get("draft_vocab")
-    if start is not None and start.keeps_vocab(size):
+    if start is not None and start.has_vocab(size):
         vocab = known
-    elif 0 < size < target.vocab_size:
+    elif _trimmed(size, target.vocab_size):
         vocab = processes.every(frequent_tokens(target, store, documents, size, known))[0]
     config_class, head_class = head_classes(options.method)
     scale = getattr(start and start.saved.config, "embedding_scale", None)
@@ -161,16 +158,22 @@ def new_head(
 
 def unfitted_head(options: TrainOptions, target: TargetModel) -> DraftHead:
     """A head that has seen no text, as fast as a trained one; its draft vocabulary are the first tokens."""
-    vocab = torch.arange(options.draft_vocab_size) if 0 < options.draft_vocab_size < target.vocab_size else None
+    some = _trimmed(options.draft_vocab_size, target.vocab_size)
+    vocab = torch.arange(some) if some else None
     head = head_classes(options.method)[1](head_config(options, _sizes(target, vocab_size=options.draft_vocab_size)))
     head.initialise(in_float32(target.weights), vocab)
     return head
 
 
+def _trimmed(size: int, vocab_size: int) -> int | None:
+    """The size of a draft vocabulary that is asked for; None: it is the model's."""
+    return size if 0 < size < vocab_size else None
+
+
 def _sizes(target: TargetModel, start: Start | None = None, vocab_size: int = 0) -> dict[str, Any]:
     """What the configuration of a new head takes from its model, from the head to start from and from its tokens."""
     mask = getattr(start and start.saved.config, "mask_token_id", target.mask_token_id)  # a head goes on with its own
-    some = vocab_size if 0 < vocab_size < target.vocab_size else None
+    some = _trimmed(vocab_size, target.vocab_size)
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, **target.head_sizes}
     return {**sizes, "mask_token_id": mask, "draft_vocab_size": some}
 

@@ -204,7 +204,11 @@ class Run:
         start = Start.read(self.options.start_from, self.target)
         part = start.part_of_new(self.options, self.target)
         if self.folder.checkpoint() is None:
-            self.progress.stage(f"starting from {start.name}, which gives {part:.0%} of the head's parameters")
+            told = f"starting from {start.name}, which gives {part:.0%} of the head's parameters"
+            if not start.has_vocab(self.options.draft_vocab_size):
+                number, size = start.saved.config.num_draft_tokens, self.options.draft_vocab_size or "all"
+                told += f"; it predicts {number:,} tokens, and the new head {size}"
+            self.progress.stage(told)
         return start
 
     def read_data(self) -> TrainingData:
