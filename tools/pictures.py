@@ -136,7 +136,7 @@ def draw_speed() -> None:
 def draw_text() -> None:
     (_, *sizes), *rows = rows_below("Tokens per step by text")
     places = [float(size.split()[0]) for size in sizes]
-    figure = Figure(figsize=(8.5, 3.4))
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
     for number, axes in enumerate(figure.subplots(1, 2)):
         for name, *cells in rows:
             points = [re.findall(r"\d\.\d+", cell) for cell in cells]
@@ -147,7 +147,7 @@ def draw_text() -> None:
         axes.set_title(("MT-Bench, 24 nodes", "six tasks, ten nodes")[number], fontsize=10)
         axes.set_ylabel("tokens per step")
         axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=4, loc="outside lower center")
     save(figure, "text")
 
 
