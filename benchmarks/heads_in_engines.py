@@ -28,6 +28,7 @@ from draftheads.runners import runner_for
 
 # others do not go together with transformers of optimum-intel 2.2
 _NEEDED = ("diffusers==0.38.0", "einops", "huggingface-hub<1.22")
+DEFAULT_HEADS = {"vllm": ("medusa", "hydra"), "openvino": ("eagle3",), "llama-server": ("dspark",)}
 _TREE = {"tree_depth": 4, "branching_factor": 4, "num_assistant_tokens": 10}  # OpenVINO's
 
 
@@ -114,7 +115,7 @@ def first_gap(target: TargetModel, prompt: Ids, given: tuple[int, ...], expected
 
 def main(options: Options) -> None:
     """Measure, and print the table."""
-    named = options.heads or {"vllm": ("medusa", "hydra"), "openvino": ("eagle3",)}.get(options.engine, ("dspark",))
+    named = options.heads or DEFAULT_HEADS[options.engine]
     prompts = encoded(spread(prompts_in(options.prompts), options.limit), real_model())
     precision = "int8" if options.engine == "openvino" else options.precision
     ours = {"name": SMOLLM2_135M, "precision": precision, "max_batch_size": max(options.batch_sizes)}

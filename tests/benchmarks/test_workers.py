@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+import draftheads
+from draftheads.checkpoints.registry import find_head
+from draftheads.models.gguf_models import SMOLLM2_135M
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "workers")]
 
@@ -243,3 +247,11 @@ def test_heads_in_other_engines_are_beside_ours(
     assert rows[f"draftheads {head}"]["num_tokens"] == rows["draftheads plain"]["num_tokens"]
     assert rows[f"{engine} {head}"]["tokens_per_step"] >= 1.0
     assert "2 of 2" in capsys.readouterr().out, "texts as plain"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "openvino", "llama-server"])
+def test_other_engines_take_the_heads_that_are_the_default(engine: Any, tmp_path: Path):
+    for head in heads_in_engines.DEFAULT_HEADS[engine]:
+        find_head(head, SMOLLM2_135M)
+        if engine != "vllm":  # the plug-in reads our folders
+            draftheads.export_head(head, tmp_path / head, to="llama.cpp" if engine == "llama-server" else None)
