@@ -8,8 +8,8 @@
 5. ``python tools/zoo.py cards bench.json …`` writes later comparisons into the cards of the bundled heads.
 
 A head that starts from another one makes two passes over the text, the others four. The heads in the package but
-``eagle`` were trained on less text. The command in a head's card shows its own settings. ``data.md`` tells of
-research/text: write another one before you bundle a head of other text.
+``dspark`` and ``eagle`` were trained on less text. The command in a head's card shows its own settings. ``data.md``
+tells of research/text: write another one before you bundle a head of other text.
 
 Training options behind ``--`` are for all heads: ``-- --max-tokens 1000000 --epochs 1``.
 """
@@ -49,7 +49,8 @@ HEADS: Mapping[str, str] = {
     "eagle": "--num-heads 3 --optimizer muon --batch-tokens 2048 --draft-vocab-size 12288",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
-    "dspark": "--num-heads 4 --num-layers 2 --head-options gated=false markov_rank=64",  # llama.cpp knows no gate
+    "dspark": "--num-heads 4 --num-layers 2 --optimizer muon --batch-tokens 2048 "
+    "--head-options gated=false markov_rank=64",  # llama.cpp knows no gate
 }
 _SECTION = "## Side by side with others"
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 165e6
