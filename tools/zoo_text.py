@@ -7,9 +7,9 @@ chunk N has the same questions on each machine. Two of five questions get a foll
 summarised, translated, continued and answered from. In some conversations of a chunk the model asks itself.
 Answers are in int8 (``--precision``): half of them greedy, the others at temperatures 0.3, 0.7 and 1.0.
 A chunk that is there is kept; one that was interrupted goes on where it stopped. research/text has those made so far.
-Questions keep the licences of their sources, which ``source`` names in each line: gsm8k_train and gpteacher_codegen,
-gpteacher_roleplay MIT (the latter two written by GPT-4), arena_prompts and mbpp_train CC-BY-4.0, awesome_prompts
-CC0-1.0, self_instruct_seed Apache-2.0, t0 that of each of its datasets, passage public domain.
+Questions keep the licences of their sources, which ``source`` names in each line. gsm8k_train: MIT. gpteacher_codegen
+and gpteacher_roleplay: MIT, written by GPT-4. arena_prompts and mbpp_train: CC-BY-4.0. awesome_prompts: CC0-1.0.
+self_instruct_seed: Apache-2.0. t0: the licence of each of its data sets. passage: public domain.
 """
 
 import gzip

@@ -131,7 +131,7 @@ async def no_reader(server: Running) -> None:
 
 
 async def crowd(server: Running, asked: list[Question], long: list[Question], num_clients: int) -> int:
-    """All at once: of 20, 5 leave and 2 attack; of 100, 3 want long answers. Returns how many answers are right."""
+    """All at once: of 20, 5 leave and 2 attack; of 100, 6 want long answers. Returns how many answers are right."""
     clients: list[Coroutine[Any, Any, None]] = []
     num_answers = 0
     many = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -144,7 +144,7 @@ async def crowd(server: Running, asked: list[Question], long: list[Question], nu
                 case 1 | 11:
                     clients.append(hostile(server, number // 10))
                 case _:
-                    question = long[number % len(long)] if number % 100 in (5, 6, 7) else question
+                    question = long[number % len(long)] if number % 100 in (5, 6, 7, 9, 10, 13) else question
                     num_answers += len(question.texts)
                     clients.append(honest(client, question, stream=number % 3 == 0))
         results = await asyncio.gather(*clients, return_exceptions=True)
@@ -194,4 +194,4 @@ def test_a_crowd_leaves_no_trace(world: tuple[Running, list[Question], list[Ques
     assert end.failed == 0
     assert end.finished - old.finished == num_answers  # nobody computed what nobody waits for
     assert end.cancelled > old.cancelled
-    assert end.interruptions > 0  # by all crowds: how many one makes depends on the order in which they come
+    assert end.interruptions > old.interruptions
