@@ -23,7 +23,12 @@ def answers(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def tool() -> Any:
+    return tool_module("zoo_text")
+
+
+@pytest.fixture
+def made(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes chunks of 24 questions in a folder of tmp_path."""
     target = chat_model()
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
@@ -31,7 +36,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     prompts = zipped(tmp_path / "p.jsonl.gz", [{"prompt": f"w{i} w{i}", "source": sources[i % 2]} for i in range(60)])
     sentences = " ".join(f"The w{i} was seen by w{i + 1} again." for i in range(50))
     texts = zipped(tmp_path / "t.jsonl.gz", [{"text": sentences}])
-    tool = tool_module("zoo_text")
     small = {"chunk_size": 24, "self_talk": 2, "max_new_tokens": 6, "precision": "fp32", "batch_size": 4}
     return lambda name, **more: tool.main(prompts, texts, out=tmp_path / name, **{**small, **more})
 
@@ -74,3 +78,46 @@ def test_a_chunk_that_fails_stops_the_run(made: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="answers-00 was not finished"):
         made("one", last=1, batch_size=0)
     assert not (tmp_path / "one" / "answers-00.jsonl.gz").exists()
+
+
+def test_each_chunk_is_made_with_the_settings_that_were_given(
+    made: Any, tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def distill(arguments: list[str]) -> int:
+        calls.append(arguments)
+        Path(arguments[arguments.index("--out") + 1]).write_text("answers")
+        return 0
+
+    monkeypatch.setattr(tool, "draftheads", distill)
+    made("one", last=2, self_talk=3, max_new_tokens=7, model="some-model", precision="bf16", batch_size=5)
+    assert len(calls) == 2
+    for number, call in enumerate(calls):
+        work = tmp_path / "one" / f"work-0{number}"
+        files = sorted(str(path) for path in work.iterdir() if "answers" not in path.name)
+        assert {str(work / "code.jsonl"), str(work / "maths.jsonl")} <= {*files}
+        options = {  # half of the answers greedy
+            "--num-self-talk": ["3"],
+            "--temperature": ["0", "0", "0", "0.3", "0.7", "1.0"],
+            "--max-new-tokens": ["7"],
+            "--seed": [str(number)],
+            "--model": ["some-model"],
+            "--precision": ["bf16"],
+            "--batch-size": ["5"],
+        }
+        given = ["distill", "--prompts", *files, "--out", str(work / f"answers-0{number}.jsonl")]
+        assert call == given + [word for name, values in options.items() for word in (name, *values)]
+
+
+def test_questions_are_shuffled_and_two_of_five_get_a_follow_up(tool: Any, tmp_path: Path) -> None:
+    asked = [{"prompt": str(number), "source": "maths"} for number in range(2000)]
+    texts = zipped(tmp_path / "t.jsonl.gz", [{"text": "The first word was seen again. " * 30}])
+    lines = list(tool.questions(zipped(tmp_path / "p.jsonl.gz", asked), texts))
+    own = [line["turns"] for source, line in lines if source == "maths"]
+    order = [int(turns[0]) for turns in own]
+    assert sorted(order) == [*range(2000)], "all, once each"
+    assert sum(number < 1000 for number in order[:1000]) < 600, "an even mixture of all"
+    assert 0.35 < sum(len(turns) == 2 for turns in own) / len(own) < 0.45
+    passages = len(lines) - len(own)
+    assert 0.15 < passages / len(lines) < 0.25

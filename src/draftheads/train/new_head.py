@@ -60,7 +60,7 @@ class Start:
         return cls(name, saved, tensors)
 
     def has_vocab(self, size: int) -> bool:
-        """Whether it drafts as many tokens as a new head with a draft vocabulary of ``size``, 0 for all."""
+        """Whether it drafts as many tokens as a new head with a draft vocabulary of ``size``."""
         return self.saved.config.draft_vocab_size == _trimmed(size, self.saved.config.vocab_size)
 
     def _check_vocab(self, size: int) -> None:
@@ -68,7 +68,8 @@ class Start:
         config, own = self.saved.config, self.saved.config.draft_vocab_size
         if self.has_vocab(size):
             return
-        both = (weightless_head(replace(config, draft_vocab_size=each or None)) for each in (own, size))
+        new = _trimmed(size, config.vocab_size)
+        both = (weightless_head(replace(config, draft_vocab_size=each)) for each in (own, new))
         shapes, other_shapes = ({name: value.shape for name, value in head.named_parameters()} for head in both)
         if shapes != other_shapes:
             has = f"{self.name} has weights of its own for each of {counted(config.num_draft_tokens, 'draft token')}"
@@ -166,7 +167,7 @@ def unfitted_head(options: TrainOptions, target: TargetModel) -> DraftHead:
 
 
 def _trimmed(size: int, vocab_size: int) -> int | None:
-    """The size of a draft vocabulary that is asked for; None: it is the model's."""
+    """The size of a draft vocabulary; None: it is the model's, which 0 and sizes that are no smaller ask for."""
     return size if 0 < size < vocab_size else None
 
 

@@ -206,8 +206,9 @@ class Run:
         if self.folder.checkpoint() is None:
             told = f"starting from {start.name}, which gives {part:.0%} of the head's parameters"
             if not start.has_vocab(self.options.draft_vocab_size):
-                number, size = start.saved.config.num_draft_tokens, self.options.draft_vocab_size or "all"
-                told += f"; it predicts {number:,} tokens, and the new head {size}"
+                number, vocab_size = start.saved.config.num_draft_tokens, self.target.vocab_size
+                size = min(self.options.draft_vocab_size or vocab_size, vocab_size)
+                told += f"; it predicts {number:,} tokens, and the new head {size:,}"
             self.progress.stage(told)
         return start
 
