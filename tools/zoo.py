@@ -8,8 +8,8 @@
 5. ``python tools/zoo.py cards bench.json …`` writes later comparisons into the cards of the bundled heads.
 
 A head that starts from another one makes two passes over the text, the others four. The heads in the package but
-``dspark`` and ``eagle`` were trained on less text. The command in a head's card shows its own settings. ``data.md``
-tells of research/text: write another one before you bundle a head of other text.
+``amphista``, ``dspark`` and ``eagle`` were trained on less text. The command in a head's card shows its own settings.
+``data.md`` tells of research/text: write another one before you bundle a head of other text.
 
 Training options behind ``--`` are for all heads: ``-- --max-tokens 1000000 --epochs 1``.
 """
