@@ -88,7 +88,7 @@ $(VENV)/lowest/.stamp $(VENV)/newest/.stamp: Makefile $(DEV)
 	@touch $@
 
 # The package draftheads-zoo (zoo/) is not installed: in a checkout, all ten heads are found in src/.
-# Its wheel takes 15 seconds to build and 105 MB in the environment. For the demo, only what it imports is compiled, and
+# Its wheel takes 15 seconds to build and 123 MB in the environment. For the demo, only what it imports is compiled, and
 # the native library for this machine alone; with the tests come all sets of instructions.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
